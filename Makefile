@@ -1,9 +1,16 @@
-# train_gpt: `make` builds ./train_gpt for this machine. DEVICE=cpu (gcc, OpenMP, oneDNN, MPI) or cuda (nvcc, cuBLASLt,
-# NCCL). The trainer is compiled once per precision, each object exporting one function, and linked into one binary.
+# train_gpt: `make` builds ./train_gpt for this machine.
+#
+#   make                    the program, for DEVICE=cpu (gcc, OpenMP, oneDNN, MPI) or cuda (nvcc, cuBLASLt, NCCL)
+#   make test               build and run all tests (scripts/test.sh installs what they need first)
+#   make unit               build the unit tests into build/DEVICE/test/
+#   make bench              time the program
+#   make clean
+#
+# The trainer, train_gpt.cu, is compiled once per precision, each object exporting one function, and once more for main.
 
-GPU_ANSWERS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-# A GPU is used when one answers and the CUDA kernels are in this tree.
-DEVICE ?= $(if $(and $(filter-out 0,$(GPU_ANSWERS)),$(wildcard kernels/ops_device.h)),cuda,cpu)
+GPU_ANSWERS := $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
+# A GPU is used where one answers and this tree has the CUDA kernels.
+DEVICE ?= $(if $(and $(GPU_ANSWERS),$(wildcard kernels/ops_device.h)),cuda,cpu)
 BUILD := build/$(DEVICE)
 
 PRECISIONS := fp32 bf16 bf16_gradfp32
@@ -11,22 +18,68 @@ DEFINE_fp32 := -DPRECISION_FP32
 DEFINE_bf16 := -DPRECISION_BF16
 DEFINE_bf16_gradfp32 := -DPRECISION_BF16_GRADFP32
 
-# ARCH: the instruction set; native is the machine that builds. -ffp-contract=fast: ISO C would forbid fused
-# multiply-add. No -ffast-math: NaN and infinity must be seen, and sums keep their written order.
+WARNINGS := -Wall -Wextra -Werror
+# ARCH: the instruction set; native is that of the machine that builds.
 ARCH ?= native
+OPTIMIZE ?= -O3
+# -ffp-contract=fast: ISO C alone would forbid fused multiply-add. No -ffast-math: NaN and infinity must be seen, and
+# sums keep the order in which they are written.
+CFLAGS_ALL := -D_GNU_SOURCE $(OPTIMIZE) -march=$(ARCH) -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp \
+              -g -MMD -MP $(WARNINGS)
+
+ifeq ($(DEVICE),cpu)
 CC := gcc
-WARN := -Wall -Wextra -Werror
-CFLAGS ?= -O3
-COMMON := -D_GNU_SOURCE -march=$(ARCH) -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp -g -MMD -MP
-CPU_CFLAGS := -std=c11 $(WARN) $(CFLAGS) $(COMMON) -Icpu -I. $(shell pkg-config --cflags ompi-c libcjson 2>/dev/null)
-CPU_LIBS := -ldnnl $(shell pkg-config --libs ompi-c libcjson 2>/dev/null || echo -lmpi -lcjson) -lm -lpthread
+INCLUDES := -Icpu -I. $(shell pkg-config --cflags ompi-c libcjson 2>/dev/null)
+LIBRARIES := -ldnnl $(shell pkg-config --libs ompi-c libcjson 2>/dev/null || echo -lmpi -lcjson) -lm -lpthread
+COMPILE = $(CC) -x c -std=c11 $(CFLAGS_ALL) $(INCLUDES)
+LINK = $(CC) -fopenmp
+else
+$(error DEVICE=$(DEVICE) is not one of: cpu)
+endif
+
+OBJECTS := $(BUILD)/main.o $(PRECISIONS:%=$(BUILD)/train_%.o)
 
 train_gpt: $(BUILD)/train_gpt
 	@cp -f $< $@.new && mv -f $@.new $@
 
-include Makefile.$(DEVICE)
+$(BUILD)/train_gpt: $(OBJECTS)
+	$(LINK) -o $@ $^ $(LIBRARIES)
+
+$(BUILD)/main.o: train_gpt.cu Makefile | $(BUILD)/test
+	$(COMPILE) -c -o $@ $<
+
+$(BUILD)/train_%.o: train_gpt.cu Makefile | $(BUILD)/test
+	$(COMPILE) $(DEFINE_$*) -c -o $@ $<
+
+$(BUILD)/test:
+	@mkdir -p $@
+
+# Unit tests, with cmocka. test/unit/test_NAME.c is built once; those in PER_PRECISION once for each precision.
+PER_PRECISION := $(wildcard test/unit/test_ops*.c test/unit/test_gpt*.c test/unit/test_golden*.c)
+ONCE := $(filter-out $(PER_PRECISION),$(wildcard test/unit/test_*.c))
+UNIT_TESTS := $(ONCE:test/unit/%.c=$(BUILD)/test/%) \
+              $(foreach p,$(PRECISIONS),$(PER_PRECISION:test/unit/%.c=$(BUILD)/test/%_$(p)))
+
+unit: $(UNIT_TESTS)
+
+define per_precision_rule
+$(BUILD)/test/%_$(1): test/unit/%.c Makefile | $(BUILD)/test
+	$$(COMPILE) $$(DEFINE_$(1)) -Itest/unit -o $$@ $$< -lcmocka $$(LIBRARIES)
+endef
+$(foreach p,$(PRECISIONS),$(eval $(call per_precision_rule,$(p))))
+
+$(BUILD)/test/%: test/unit/%.c Makefile | $(BUILD)/test
+	$(COMPILE) -Itest/unit -o $@ $< -lcmocka $(LIBRARIES)
+
+test:
+	bash scripts/test.sh
+
+bench:
+	bash dev/bench.sh
 
 clean:
 	rm -rf build train_gpt
 
-.PHONY: clean test bench
+.PHONY: unit test bench clean
+.DELETE_ON_ERROR:
+-include $(wildcard $(BUILD)/*.d $(BUILD)/test/*.d)
