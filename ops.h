@@ -32,6 +32,15 @@ typedef float gradX;
 #error "define one of PRECISION_FP32, PRECISION_BF16, PRECISION_BF16_GRADFP32"
 #endif
 
+// Conversions on the host, for what fills or reads buffers outside the ops.
+#if defined(PRECISION_FP32)
+static inline floatX floatX_from(float x) { return x; }
+static inline float floatX_to_float(floatX x) { return x; }
+#else
+static inline floatX floatX_from(float x) { return __float2bfloat16(x); }
+static inline float floatX_to_float(floatX x) { return __bfloat162float(x); }
+#endif
+
 #ifndef OP
 #define OP static inline
 #endif

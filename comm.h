@@ -1,0 +1,149 @@
+// comm.h: the grid of ranks, its communicators, and every collective, counted.
+//
+// Every byte that ranks exchange passes through here, on one communication stream, so that what a step sends can be
+// counted exactly (contract: the counts match the table of strategies). Collectives only ever sum; who waits for whom
+// is said with events by the caller. A Comm can also be opened for planning: it then counts and sends nothing, for any
+// number of ranks.
+#ifndef COMM_H
+#define COMM_H
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <nccl.h>
+#include <stdint.h>
+#include <string.h>
+#include "error.h"
+#include "memory.h"
+
+typedef enum {
+    COMM_ALL_REDUCE,
+    COMM_REDUCE_SCATTER,
+    COMM_ALL_GATHER,
+    COMM_SEND,
+    COMM_RECV,
+    COMM_SCALARS, // loss, norm, stop flag: counted apart
+    COMM_KINDS
+} CommKind;
+
+static inline const char *comm_kind_name(int kind) {
+    static const char *const names[COMM_KINDS] = {"all_reduce", "reduce_scatter", "all_gather",
+                                                  "send",       "recv",           "scalars"};
+    return names[kind];
+}
+
+// What one rank sends. payload_bytes: the size of the full buffer that the collective works on. bus_bytes: what this
+// rank sends under a ring: 2 (N-1)/N of the payload for all-reduce, (N-1)/N for reduce-scatter and all-gather.
+typedef struct {
+    uint64_t calls, payload_bytes, bus_bytes;
+} CommCount;
+
+typedef struct {
+    CommCount kind[COMM_KINDS];
+} CommCounts;
+
+// Ranks that exchange data along one axis of the grid.
+typedef struct {
+    ncclComm_t nccl;
+    int rank, size;
+} Group;
+
+enum { COMM_MAX_MESSAGE = 1024 }; // bytes that a rank may give to comm_gather()
+
+typedef struct {
+    int rank, world_size;
+    Group world, data; // the data-parallel group; so far the whole world
+    bool planning;
+    cudaStream_t stream; // every collective runs here
+    CommCounts counts;
+    char *message; // staging of comm_gather(): world_size + 1 messages
+} Comm;
+
+static inline size_t comm_type_bytes(ncclDataType_t type) {
+    switch (type) {
+    case ncclInt8:
+    case ncclUint8:
+        return 1;
+    case ncclFloat16:
+    case ncclBfloat16:
+        return 2;
+    case ncclInt64:
+    case ncclUint64:
+    case ncclFloat64:
+        return 8;
+    default:
+        return 4;
+    }
+}
+
+// Opens the communicators of this rank; with memory->planning nothing is opened, and `stream` is not used.
+static inline void comm_init(Comm *comm, Memory *memory, int rank, int world_size, cudaStream_t stream) {
+    memset(comm, 0, sizeof *comm);
+    comm->rank = rank;
+    comm->world_size = world_size;
+    comm->planning = memory->planning;
+    comm->stream = stream;
+    comm->world.rank = comm->data.rank = rank;
+    comm->world.size = comm->data.size = world_size;
+    comm->message =
+        (char *)memory_alloc(memory, MEMORY_COMMUNICATION, ((size_t)world_size + 1) * (size_t)COMM_MAX_MESSAGE);
+    if (comm->planning) return;
+    ncclUniqueId id;
+    nccl_check(ncclGetUniqueId(&id));
+    ncclResult_t status = ncclCommInitRank(&comm->world.nccl, world_size, id, rank);
+    if (status != ncclSuccess)
+        die("cannot join the other ranks: %s (%s)", ncclGetErrorString(status), ncclGetLastError(NULL));
+    nccl_check(ncclCommSplit(comm->world.nccl, 0, rank, &comm->data.nccl, NULL));
+}
+
+// Closes the communicators; every rank must call it.
+static inline void comm_free(Comm *comm) {
+    if (comm->planning) return;
+    cuda_check(cudaStreamSynchronize(comm->stream));
+    nccl_check(ncclCommDestroy(comm->data.nccl));
+    nccl_check(ncclCommDestroy(comm->world.nccl));
+}
+
+static inline void comm_count(Comm *comm, CommKind kind, int ranks, uint64_t payload_bytes) {
+    const uint64_t passes = kind == COMM_ALL_REDUCE ? 2 : 1, n = (uint64_t)ranks;
+    const bool point_to_point = kind == COMM_SEND || kind == COMM_RECV;
+    CommCount *count = &comm->counts.kind[kind];
+    count->calls++;
+    count->payload_bytes += payload_bytes;
+    // Buffers are padded so that n divides them: the division is exact.
+    count->bus_bytes += point_to_point ? payload_bytes : passes * (n - 1) * (payload_bytes / n);
+}
+
+// buffer[i] = sum over the group's ranks, in rank order, in place, on the communication stream.   count elements
+static inline void comm_all_reduce(Comm *comm, const Group *group, void *buffer, size_t count, ncclDataType_t type) {
+    comm_count(comm, COMM_ALL_REDUCE, group->size, count * comm_type_bytes(type));
+    if (comm->planning) return;
+    nccl_check(ncclAllReduce(buffer, buffer, count, type, ncclSum, group->nccl, comm->stream));
+}
+
+// Every rank's `bytes` bytes, in rank order, to every rank: out holds world_size times `bytes`. Host memory; waits
+// until everything queued on the communication stream, and this, is done. For scalars and messages: counted apart.
+static inline void comm_gather(Comm *comm, const void *mine, size_t bytes, void *out) {
+    if (bytes > COMM_MAX_MESSAGE) die("a message of %zu bytes is too long", bytes);
+    comm_count(comm, COMM_SCALARS, comm->world_size, bytes * (size_t)comm->world_size);
+    if (comm->planning) return;
+    char *all = comm->message + COMM_MAX_MESSAGE;
+    cuda_check(cudaMemcpyAsync(comm->message, mine, bytes, cudaMemcpyHostToDevice, comm->stream));
+    nccl_check(ncclAllGather(comm->message, all, bytes, ncclUint8, comm->world.nccl, comm->stream));
+    cuda_check(cudaMemcpyAsync(out, all, bytes * (size_t)comm->world_size, cudaMemcpyDeviceToHost, comm->stream));
+    cuda_check(cudaStreamSynchronize(comm->stream));
+}
+
+// All ranks learn whether any of them found bad input. If so, all get the message of the lowest such rank, and false.
+static inline bool comm_agree(Comm *comm, Error *error) {
+    if (comm->world_size == 1) return error->text[0] == '\0';
+    Error *all = (Error *)malloc((size_t)comm->world_size * sizeof(Error));
+    if (all == NULL) die("no room for the messages of %d ranks", comm->world_size);
+    comm_gather(comm, error, sizeof(Error), all);
+    int first = 0;
+    while (first < comm->world_size && all[first].text[0] == '\0') first++;
+    if (first < comm->world_size) *error = all[first];
+    free(all);
+    return first == comm->world_size;
+}
+
+#endif

@@ -1,0 +1,244 @@
+// layout.h: the flat layout: units, tensors, padding, tensor-parallel slices; one table that every other file uses.
+//
+// The model is a list of units: wte, wpe, one per transformer block, the final layer norm. A unit is the grain of
+// everything that is sharded, gathered, reduced or saved. Inside a unit matrices come first and vectors last, so that
+// weight decay covers one range; tensors start on 64-element boundaries; a unit is padded to a multiple of D x 64
+// elements, D data-parallel ranks, so that every unit divides evenly. Parameters, gradients, masters and both moments
+// are all addressed by this table; the shard of unit u on rank r of N is [r * size/N, (r+1) * size/N) of the unit, and
+// a rank's buffer of shards holds them in unit order, so unit u starts at offset[u]/N there.
+//
+// The global index of an element (for hashes, initialisation, random numbers) is its tensor's id and its position in
+// the unsliced, unpadded tensor; padding has none and takes no part in anything: it is zero and stays zero.
+//
+// Shapes and sizes are in elements. Nothing here allocates device memory or knows a precision.
+#ifndef LAYOUT_H
+#define LAYOUT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include "error.h"
+
+enum { LAYOUT_ALIGN = 64 }; // elements
+
+// The shape of the whole model.
+typedef struct {
+    int n_layer, n_head, n_embd;
+    int context_length; // positions that wpe has
+    int vocab_size;     // V
+} ModelShape;
+
+// How the model is cut.
+typedef struct {
+    int data_parallel;                // D: units are padded for this many shards
+    int tensor_parallel, tensor_rank; // tensors are sliced
+    int first_layer, end_layer;       // a pipeline stage's blocks, [first, end)
+    bool first_stage, last_stage;     // holds the embeddings; holds the final layer norm and the head
+} LayoutCut;
+
+typedef enum { UNIT_WTE, UNIT_WPE, UNIT_BLOCK, UNIT_FINAL } UnitKind;
+
+// Tensors of a block, in their order; matrices first.
+typedef enum {
+    QKV_WEIGHT,     // (3, heads, head_dim, C)
+    ATTPROJ_WEIGHT, // (C, C)
+    MLP_WEIGHT,     // (4C, C)
+    MLPPROJ_WEIGHT, // (C, 4C)
+    LN1_WEIGHT,     // (C)
+    LN1_BIAS,       // (C)
+    QKV_BIAS,       // (3, heads, head_dim)
+    ATTPROJ_BIAS,   // (C)
+    LN2_WEIGHT,     // (C)
+    LN2_BIAS,       // (C)
+    MLP_BIAS,       // (4C)
+    MLPPROJ_BIAS,   // (C)
+    BLOCK_TENSORS
+} BlockTensor;
+enum { LNF_WEIGHT = 0, LNF_BIAS = 1, FINAL_TENSORS = 2, MAX_TENSORS = BLOCK_TENSORS };
+
+typedef enum { INIT_ZERO, INIT_ONE, INIT_NORMAL } TensorInit;
+
+// A tensor, seen as (outer, sliced, inner): at most the middle dimension is sliced over tensor ranks or padded.
+typedef struct {
+    const char *name; // within the unit, for instance "qkv_weight"
+    int id;           // the same on every cut: wte 0, wpe 1, block l: 2 + 12 l + k, final: 2 + 12 L + k
+    size_t outer, inner;
+    size_t sliced;       // this rank's extent of the middle dimension, padding included
+    size_t sliced_full;  // its extent in the unsliced, unpadded tensor
+    size_t sliced_first; // where this rank's slice begins
+    size_t offset;       // from the start of the unit
+    size_t size;         // outer * sliced * inner
+    bool matrix;         // takes weight decay
+    TensorInit init;
+    float init_std;
+} Tensor;
+
+typedef struct {
+    char name[32]; // "wte", "wpe", "block 3", "lnf"
+    UnitKind kind;
+    int layer; // of a block
+    int n_tensors;
+    Tensor tensors[MAX_TENSORS];
+    size_t offset;     // of the unit in a full flat buffer
+    size_t size;       // padded: a multiple of D * 64
+    size_t decay_size; // elements [0, decay_size) are matrices (or padding between them)
+} Unit;
+
+typedef struct {
+    ModelShape shape;
+    LayoutCut cut;
+    int padded_vocab; // rows of this rank's wte times tensor_parallel
+    int n_units;
+    Unit *units;
+    int wte, wpe, first_block, final; // unit numbers, -1 where a stage does not hold them
+    size_t parameters;                // of the whole model, without any padding
+    size_t size;                      // padded_parameters: the sum of this rank's padded units
+    size_t max_block_size;
+} Layout;
+
+static inline size_t round_up(size_t n, size_t multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+static inline LayoutCut layout_whole(const ModelShape *shape, int data_parallel) {
+    LayoutCut cut = {data_parallel, 1, 0, 0, shape->n_layer, true, true};
+    return cut;
+}
+
+// Appends a tensor of (outer, full, inner) to a unit; slices > 1: this rank's slice of the middle dimension, which
+// padded_full (a multiple of slices) covers.
+static inline void layout_add_tensor(Unit *unit, const char *name, int id, size_t outer, size_t full,
+                                     size_t padded_full, size_t inner, int slices, int slice, TensorInit init,
+                                     float init_std) {
+    Tensor *tensor = &unit->tensors[unit->n_tensors++];
+    tensor->name = name;
+    tensor->id = id;
+    tensor->outer = outer;
+    tensor->inner = inner;
+    tensor->sliced = padded_full / (size_t)slices;
+    tensor->sliced_full = full;
+    tensor->sliced_first = tensor->sliced * (size_t)slice;
+    tensor->offset = round_up(unit->size, LAYOUT_ALIGN);
+    tensor->size = outer * tensor->sliced * inner;
+    tensor->matrix = init == INIT_NORMAL;
+    tensor->init = init;
+    tensor->init_std = init_std;
+    unit->size = tensor->offset + tensor->size;
+    if (tensor->matrix) unit->decay_size = round_up(unit->size, LAYOUT_ALIGN);
+}
+
+static inline Unit *layout_add_unit(Layout *layout, UnitKind kind, int layer) {
+    Unit *unit = &layout->units[layout->n_units++];
+    memset(unit, 0, sizeof *unit);
+    unit->kind = kind;
+    unit->layer = layer;
+    static const char *const names[] = {"wte", "wpe", "block", "lnf"};
+    if (kind == UNIT_BLOCK)
+        snprintf(unit->name, sizeof unit->name, "block %d", layer);
+    else
+        snprintf(unit->name, sizeof unit->name, "%s", names[kind]);
+    return unit;
+}
+
+static inline void layout_close_unit(Layout *layout, Unit *unit) {
+    unit->size = round_up(unit->size, (size_t)layout->cut.data_parallel * LAYOUT_ALIGN);
+    unit->offset = layout->size;
+    layout->size += unit->size;
+    if (unit->kind == UNIT_BLOCK && unit->size > layout->max_block_size) layout->max_block_size = unit->size;
+}
+
+// The number of parameters of a model: (V + T) C + L (12 C^2 + 13 C) + 2 C.
+static inline size_t model_parameters(const ModelShape *shape) {
+    size_t C = (size_t)shape->n_embd, L = (size_t)shape->n_layer;
+    return ((size_t)shape->vocab_size + (size_t)shape->context_length) * C + L * (12 * C * C + 13 * C) + 2 * C;
+}
+
+// Builds the table for one rank's cut of a model. The caller guarantees that tensor_parallel divides n_head
+// (config.h checks). layout_free() gives the table back.
+static inline void layout_init(Layout *layout, const ModelShape *shape, const LayoutCut *cut) {
+    memset(layout, 0, sizeof *layout);
+    layout->shape = *shape;
+    layout->cut = *cut;
+    layout->parameters = model_parameters(shape);
+    layout->units = (Unit *)malloc(((size_t)(cut->end_layer - cut->first_layer) + 4) * sizeof(Unit));
+    if (layout->units == NULL) die("no room for the table of units");
+    layout->wte = layout->wpe = layout->first_block = layout->final = -1;
+    const size_t C = (size_t)shape->n_embd, H = (size_t)shape->n_head, V = (size_t)shape->vocab_size;
+    const int S = cut->tensor_parallel, s = cut->tensor_rank, L = shape->n_layer;
+    const size_t Vp = round_up(V, 128 * (size_t)S);
+    layout->padded_vocab = (int)Vp;
+    // GPT-2's initialisation: N(0, 0.02); projections into the residual stream are scaled by 1/sqrt(2L).
+    const float std = 0.02f, residual_std = 0.02f / sqrtf(2.0f * (float)L);
+
+    if (cut->first_stage || cut->last_stage) { // the head is tied to wte, so both ends hold it
+        layout->wte = layout->n_units;
+        Unit *unit = layout_add_unit(layout, UNIT_WTE, 0);
+        layout_add_tensor(unit, "wte", 0, 1, V, Vp, C, S, s, INIT_NORMAL, std);
+        layout_close_unit(layout, unit);
+    }
+    if (cut->first_stage) {
+        layout->wpe = layout->n_units;
+        Unit *unit = layout_add_unit(layout, UNIT_WPE, 0);
+        size_t positions = (size_t)shape->context_length;
+        layout_add_tensor(unit, "wpe", 1, 1, positions, positions, C, 1, 0, INIT_NORMAL, std);
+        layout_close_unit(layout, unit);
+    }
+    layout->first_block = layout->n_units;
+    for (int layer = cut->first_layer; layer < cut->end_layer; layer++) {
+        Unit *unit = layout_add_unit(layout, UNIT_BLOCK, layer);
+        const int id = 2 + BLOCK_TENSORS * layer;
+        const size_t hd = C / H; // head_dim
+        // Column-parallel tensors are sliced on their output, row-parallel ones on their input, the rest is replicated.
+        layout_add_tensor(unit, "qkv_weight", id + QKV_WEIGHT, 3, H, H, hd * C, S, s, INIT_NORMAL, std);
+        layout_add_tensor(unit, "attproj_weight", id + ATTPROJ_WEIGHT, C, H, H, hd, S, s, INIT_NORMAL, residual_std);
+        layout_add_tensor(unit, "mlp_weight", id + MLP_WEIGHT, 1, 4 * C, 4 * C, C, S, s, INIT_NORMAL, std);
+        layout_add_tensor(unit, "mlpproj_weight", id + MLPPROJ_WEIGHT, C, 4 * C, 4 * C, 1, S, s, INIT_NORMAL,
+                          residual_std);
+        layout_add_tensor(unit, "ln1_weight", id + LN1_WEIGHT, 1, C, C, 1, 1, 0, INIT_ONE, 0);
+        layout_add_tensor(unit, "ln1_bias", id + LN1_BIAS, 1, C, C, 1, 1, 0, INIT_ZERO, 0);
+        layout_add_tensor(unit, "qkv_bias", id + QKV_BIAS, 3, H, H, hd, S, s, INIT_ZERO, 0);
+        layout_add_tensor(unit, "attproj_bias", id + ATTPROJ_BIAS, 1, C, C, 1, 1, 0, INIT_ZERO, 0);
+        layout_add_tensor(unit, "ln2_weight", id + LN2_WEIGHT, 1, C, C, 1, 1, 0, INIT_ONE, 0);
+        layout_add_tensor(unit, "ln2_bias", id + LN2_BIAS, 1, C, C, 1, 1, 0, INIT_ZERO, 0);
+        layout_add_tensor(unit, "mlp_bias", id + MLP_BIAS, 1, 4 * C, 4 * C, 1, S, s, INIT_ZERO, 0);
+        layout_add_tensor(unit, "mlpproj_bias", id + MLPPROJ_BIAS, 1, C, C, 1, 1, 0, INIT_ZERO, 0);
+        layout_close_unit(layout, unit);
+    }
+    if (cut->last_stage) {
+        layout->final = layout->n_units;
+        Unit *unit = layout_add_unit(layout, UNIT_FINAL, 0);
+        const int id = 2 + BLOCK_TENSORS * L;
+        layout_add_tensor(unit, "lnf_weight", id + LNF_WEIGHT, 1, C, C, 1, 1, 0, INIT_ONE, 0);
+        layout_add_tensor(unit, "lnf_bias", id + LNF_BIAS, 1, C, C, 1, 1, 0, INIT_ZERO, 0);
+        layout_close_unit(layout, unit);
+    }
+}
+
+static inline void layout_free(Layout *layout) {
+    free(layout->units);
+    layout->units = NULL;
+}
+
+// A run of consecutive local elements of a tensor that are also consecutive in the unsliced, unpadded tensor.
+typedef struct {
+    size_t local;  // position in this rank's slice of the tensor
+    size_t global; // position in the unsliced, unpadded tensor
+    size_t count;
+} TensorRun;
+
+// The runs of a tensor: one per outer index. Returns false past the last. Padding rows belong to no run.
+static inline bool tensor_run(const Tensor *tensor, size_t index, TensorRun *run) {
+    if (index >= tensor->outer) return false;
+    size_t rows = tensor->sliced;
+    size_t room = tensor->sliced_full > tensor->sliced_first ? tensor->sliced_full - tensor->sliced_first : 0;
+    if (rows > room) rows = room;
+    run->local = index * tensor->sliced * tensor->inner;
+    run->global = (index * tensor->sliced_full + tensor->sliced_first) * tensor->inner;
+    run->count = rows * tensor->inner;
+    return true;
+}
+
+#endif
