@@ -47,7 +47,7 @@ typedef struct {
     int rank, size;
 } Group;
 
-enum { COMM_MAX_MESSAGE = 1024 }; // bytes that a rank may give to comm_gather()
+enum { COMM_MAX_MESSAGE = 64 }; // bytes that a rank may give to comm_gather()
 
 typedef struct {
     int rank, world_size;
@@ -55,7 +55,8 @@ typedef struct {
     bool planning;
     cudaStream_t stream; // every collective runs here
     CommCounts counts;
-    char *message; // staging of comm_gather(): world_size + 1 messages
+    char *message; // staging of comm_gather() and comm_agree()
+    size_t message_bytes;
 } Comm;
 
 static inline size_t comm_type_bytes(ncclDataType_t type) {
@@ -84,8 +85,9 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, int world_siz
     comm->stream = stream;
     comm->world.rank = comm->data.rank = rank;
     comm->world.size = comm->data.size = world_size;
-    comm->message =
-        (char *)memory_alloc(memory, MEMORY_COMMUNICATION, ((size_t)world_size + 1) * (size_t)COMM_MAX_MESSAGE);
+    comm->message_bytes = ((size_t)world_size + 1) * COMM_MAX_MESSAGE;
+    if (comm->message_bytes < sizeof(Error)) comm->message_bytes = sizeof(Error);
+    comm->message = (char *)memory_alloc(memory, MEMORY_COMMUNICATION, comm->message_bytes);
     if (comm->planning) return;
     ncclUniqueId id;
     nccl_check(ncclGetUniqueId(&id));
@@ -135,15 +137,20 @@ static inline void comm_gather(Comm *comm, const void *mine, size_t bytes, void 
 
 // All ranks learn whether any of them found bad input. If so, all get the message of the lowest such rank, and false.
 static inline bool comm_agree(Comm *comm, Error *error) {
-    if (comm->world_size == 1) return error->text[0] == '\0';
-    Error *all = (Error *)malloc((size_t)comm->world_size * sizeof(Error));
-    if (all == NULL) die("no room for the messages of %d ranks", comm->world_size);
-    comm_gather(comm, error, sizeof(Error), all);
+    char bad = error->text[0] != '\0';
+    char *all = (char *)malloc((size_t)comm->world_size);
+    if (all == NULL) die("no room for the answers of %d ranks", comm->world_size);
+    comm_gather(comm, &bad, 1, all);
     int first = 0;
-    while (first < comm->world_size && all[first].text[0] == '\0') first++;
-    if (first < comm->world_size) *error = all[first];
+    while (first < comm->world_size && !all[first]) first++;
     free(all);
-    return first == comm->world_size;
+    if (first == comm->world_size) return true;
+    cuda_check(cudaMemcpyAsync(comm->message, error, sizeof *error, cudaMemcpyHostToDevice, comm->stream));
+    nccl_check(
+        ncclBroadcast(comm->message, comm->message, sizeof *error, ncclUint8, first, comm->world.nccl, comm->stream));
+    cuda_check(cudaMemcpyAsync(error, comm->message, sizeof *error, cudaMemcpyDeviceToHost, comm->stream));
+    cuda_check(cudaStreamSynchronize(comm->stream));
+    return false;
 }
 
 #endif
