@@ -56,7 +56,7 @@ typedef struct {
     cudaStream_t stream; // every collective runs here
     CommCounts counts;
     char *message; // staging of comm_gather() and comm_agree()
-    size_t message_bytes;
+    char *answers; // host: what comm_gather() returns
 } Comm;
 
 static inline size_t comm_type_bytes(ncclDataType_t type) {
@@ -85,10 +85,12 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, int world_siz
     comm->stream = stream;
     comm->world.rank = comm->data.rank = rank;
     comm->world.size = comm->data.size = world_size;
-    comm->message_bytes = ((size_t)world_size + 1) * COMM_MAX_MESSAGE;
-    if (comm->message_bytes < sizeof(Error)) comm->message_bytes = sizeof(Error);
-    comm->message = (char *)memory_alloc(memory, MEMORY_COMMUNICATION, comm->message_bytes);
+    size_t message_bytes = ((size_t)world_size + 1) * COMM_MAX_MESSAGE;
+    if (message_bytes < sizeof(Error)) message_bytes = sizeof(Error);
+    comm->message = (char *)memory_alloc(memory, MEMORY_COMMUNICATION, message_bytes);
     if (comm->planning) return;
+    comm->answers = (char *)malloc((size_t)world_size * COMM_MAX_MESSAGE);
+    if (comm->answers == NULL) die("no room for the answers of %d ranks", world_size);
     ncclUniqueId id;
     nccl_check(ncclGetUniqueId(&id));
     ncclResult_t status = ncclCommInitRank(&comm->world.nccl, world_size, id, rank);
@@ -103,6 +105,7 @@ static inline void comm_free(Comm *comm) {
     cuda_check(cudaStreamSynchronize(comm->stream));
     nccl_check(ncclCommDestroy(comm->data.nccl));
     nccl_check(ncclCommDestroy(comm->world.nccl));
+    free(comm->answers);
 }
 
 static inline void comm_count(Comm *comm, CommKind kind, int ranks, uint64_t payload_bytes) {
@@ -122,28 +125,28 @@ static inline void comm_all_reduce(Comm *comm, const Group *group, void *buffer,
     nccl_check(ncclAllReduce(buffer, buffer, count, type, ncclSum, group->nccl, comm->stream));
 }
 
-// Every rank's `bytes` bytes, in rank order, to every rank: out holds world_size times `bytes`. Host memory; waits
-// until everything queued on the communication stream, and this, is done. For scalars and messages: counted apart.
-static inline void comm_gather(Comm *comm, const void *mine, size_t bytes, void *out) {
+// Every rank's `bytes` bytes, in rank order, to every rank: returns world_size times `bytes`, valid until the next
+// call. Host memory; waits until everything queued on the communication stream, and this, is done. For scalars and
+// flags: counted apart.
+static inline const void *comm_gather(Comm *comm, const void *mine, size_t bytes) {
     if (bytes > COMM_MAX_MESSAGE) die("a message of %zu bytes is too long", bytes);
-    comm_count(comm, COMM_SCALARS, comm->world_size, bytes * (size_t)comm->world_size);
-    if (comm->planning) return;
+    const size_t all_bytes = bytes * (size_t)comm->world_size;
+    comm_count(comm, COMM_SCALARS, comm->world_size, all_bytes);
+    if (comm->planning) return NULL;
     char *all = comm->message + COMM_MAX_MESSAGE;
     cuda_check(cudaMemcpyAsync(comm->message, mine, bytes, cudaMemcpyHostToDevice, comm->stream));
     nccl_check(ncclAllGather(comm->message, all, bytes, ncclUint8, comm->world.nccl, comm->stream));
-    cuda_check(cudaMemcpyAsync(out, all, bytes * (size_t)comm->world_size, cudaMemcpyDeviceToHost, comm->stream));
+    cuda_check(cudaMemcpyAsync(comm->answers, all, all_bytes, cudaMemcpyDeviceToHost, comm->stream));
     cuda_check(cudaStreamSynchronize(comm->stream));
+    return comm->answers;
 }
 
 // All ranks learn whether any of them found bad input. If so, all get the message of the lowest such rank, and false.
 static inline bool comm_agree(Comm *comm, Error *error) {
-    char bad = error->text[0] != '\0';
-    char *all = (char *)malloc((size_t)comm->world_size);
-    if (all == NULL) die("no room for the answers of %d ranks", comm->world_size);
-    comm_gather(comm, &bad, 1, all);
+    const char bad = error->text[0] != '\0';
+    const char *all = (const char *)comm_gather(comm, &bad, 1);
     int first = 0;
     while (first < comm->world_size && !all[first]) first++;
-    free(all);
     if (first == comm->world_size) return true;
     cuda_check(cudaMemcpyAsync(comm->message, error, sizeof *error, cudaMemcpyHostToDevice, comm->stream));
     nccl_check(
