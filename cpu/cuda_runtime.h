@@ -1,0 +1,641 @@
+// cuda_runtime.h (CPU): the part of the CUDA runtime that the program uses, with the toolkit's names and meaning.
+//
+//  - Device memory is host memory, allocated once and touched at once, in huge pages where the kernel has them: a first
+//    touch costs far more than the arithmetic on it, so no page may fault in a step.
+//  - The NULL stream and those of cudaStreamCreate() are executed by the calling thread, at the call: eager execution
+//  is
+//    one of the orders that CUDA allows. Only one thread at a time may use such a stream.
+//  - A cudaStreamNonBlocking stream has a worker thread that executes its queue in order, so that communication
+//  overlaps
+//    computation. Idle workers sleep. The queue is bounded and nothing is allocated per call; a full queue blocks.
+//  - An event is a ticket: a stream and how many of its items have to be finished. Recording it again replaces the
+//    ticket; waits that are queued already keep the older one.
+//  - The first failure of a worker is sticky: nothing that is queued executes any more, and every call that
+//  synchronises
+//    returns the error.
+#ifndef CPU_CUDA_RUNTIME_H
+#define CPU_CUDA_RUNTIME_H
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+#include "machine.h"
+
+// The toolkit's values.
+typedef enum {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInitializationError = 3,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorInvalidResourceHandle = 400,
+    cudaErrorNotReady = 600,
+    cudaErrorLaunchFailure = 719,
+    cudaErrorUnknown = 999
+} cudaError_t;
+
+typedef enum {
+    cudaMemcpyHostToHost = 0,
+    cudaMemcpyHostToDevice = 1,
+    cudaMemcpyDeviceToHost = 2,
+    cudaMemcpyDeviceToDevice = 3,
+    cudaMemcpyDefault = 4
+} cudaMemcpyKind;
+
+enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1 };
+enum { cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2 };
+
+struct cudaDeviceProp {
+    char name[256];
+    size_t totalGlobalMem;
+    int multiProcessorCount; // cores that the process may use
+    int major, minor;        // no compute capability: 0.0
+};
+
+typedef struct CUstream_st *cudaStream_t;
+typedef struct CUevent_st *cudaEvent_t;
+typedef void (*cudaHostFn_t)(void *user_data);
+
+// What a stream executes. An error ends the stream's work for good.
+typedef cudaError_t (*CpuFunction)(void *arguments);
+
+enum { CPU_QUEUE = 512, CPU_ARGUMENTS = 120 }; // items of a queue; bytes of an item's arguments
+
+typedef struct {
+    CpuFunction function;
+    uint64_t arguments[CPU_ARGUMENTS / 8];
+} CpuItem;
+
+// Streams and events are never given back to the system: tickets may still name a destroyed stream, and items a
+// destroyed event. They are kept for the next create, their counters running on, so that old tickets stay finished.
+struct CUstream_st {
+    bool worker;  // has a thread of its own; otherwise the caller executes, and nothing below is used
+    bool free;    // destroyed
+    bool closing; // the worker ends when its queue is empty
+    pthread_t thread;
+    pthread_mutex_t mutex;
+    pthread_cond_t submission, progress; // submitted or closing changed; finished changed
+    uint64_t submitted, finished;        // items ever; item i stands in queue[i % CPU_QUEUE]
+    CpuItem *queue;
+    cudaStream_t next; // in the list of all streams
+};
+
+typedef struct {
+    cudaStream_t stream; // NULL: nothing to wait for
+    uint64_t finished;   // passed when the stream has finished so many items
+} CpuTicket;
+
+struct CUevent_st {
+    bool timing;
+    pthread_mutex_t mutex;
+    CpuTicket ticket;
+    uint64_t records; // number of the last record; 0: never recorded
+    uint64_t stamped; // number of the record that `time` belongs to
+    struct timespec time;
+    cudaEvent_t next; // in the list of free events
+};
+
+typedef struct {
+    pthread_mutex_t mutex; // guards the lists
+    cudaStream_t streams;
+    cudaEvent_t free_events;
+    int error; // sticky; atomic
+} CpuDevice;
+
+static inline CpuDevice *cpu_device(void) {
+    static CpuDevice device = {PTHREAD_MUTEX_INITIALIZER, NULL, NULL, cudaSuccess};
+    return &device;
+}
+
+// ------------------------------------------------------------------------------------------------------------ errors
+
+static inline cudaError_t cpu_sticky_error(void) {
+    return (cudaError_t)__atomic_load_n(&cpu_device()->error, __ATOMIC_ACQUIRE);
+}
+
+static inline void cpu_set_sticky_error(cudaError_t status) {
+    int none = cudaSuccess;
+    __atomic_compare_exchange_n(&cpu_device()->error, &none, (int)status, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+static inline cudaError_t *cpu_last_error(void) {
+    static __thread cudaError_t last = cudaSuccess;
+    return &last;
+}
+
+// Every call ends with this: a failure is remembered for cudaGetLastError().
+static inline cudaError_t cpu_result(cudaError_t status) {
+    if (status != cudaSuccess && status != cudaErrorNotReady) *cpu_last_error() = status;
+    return status;
+}
+
+// The calling thread's last error, which it clears; a sticky error stays.
+static inline cudaError_t cudaGetLastError(void) {
+    cudaError_t status = *cpu_last_error();
+    *cpu_last_error() = cudaSuccess;
+    return cpu_sticky_error() != cudaSuccess ? cpu_sticky_error() : status;
+}
+
+static inline const char *cudaGetErrorName(cudaError_t status) {
+    switch (status) {
+    case cudaSuccess:
+        return "cudaSuccess";
+    case cudaErrorInvalidValue:
+        return "cudaErrorInvalidValue";
+    case cudaErrorMemoryAllocation:
+        return "cudaErrorMemoryAllocation";
+    case cudaErrorInitializationError:
+        return "cudaErrorInitializationError";
+    case cudaErrorInvalidDevice:
+        return "cudaErrorInvalidDevice";
+    case cudaErrorInvalidResourceHandle:
+        return "cudaErrorInvalidResourceHandle";
+    case cudaErrorNotReady:
+        return "cudaErrorNotReady";
+    case cudaErrorLaunchFailure:
+        return "cudaErrorLaunchFailure";
+    default:
+        return "cudaErrorUnknown";
+    }
+}
+
+static inline const char *cudaGetErrorString(cudaError_t status) {
+    switch (status) {
+    case cudaSuccess:
+        return "no error";
+    case cudaErrorInvalidValue:
+        return "invalid argument";
+    case cudaErrorMemoryAllocation:
+        return "out of memory";
+    case cudaErrorInitializationError:
+        return "initialization error";
+    case cudaErrorInvalidDevice:
+        return "invalid device number";
+    case cudaErrorInvalidResourceHandle:
+        return "invalid stream or event";
+    case cudaErrorNotReady:
+        return "not finished yet";
+    case cudaErrorLaunchFailure:
+        return "an operation on a stream failed";
+    default:
+        return "unknown error";
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------ device
+
+static inline cudaError_t cudaGetDeviceCount(int *count) {
+    *count = 1;
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaSetDevice(int device) {
+    return cpu_result(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
+}
+
+static inline cudaError_t cudaGetDevice(int *device) {
+    *device = 0;
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
+    machine_memory(free_bytes, total_bytes);
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
+    if (device != 0) return cpu_result(cudaErrorInvalidDevice);
+    memset(properties, 0, sizeof *properties);
+    size_t free_bytes;
+    machine_name(properties->name, sizeof properties->name);
+    machine_memory(&free_bytes, &properties->totalGlobalMem);
+    properties->multiProcessorCount = machine_cores();
+    return cudaSuccess;
+}
+
+// ------------------------------------------------------------------------------------------------------------ memory
+
+enum { CPU_PAGE = 4096, CPU_HUGE_PAGE = 2 << 20 };
+
+// Stands at the start of the page before an allocation.
+typedef struct {
+    uint64_t magic;
+    size_t bytes; // of the mapping, this page included
+} CpuAllocation;
+
+#define CPU_ALLOCATION_MAGIC 0x6370756d656d6f72ull
+
+// Zeroed memory, aligned to a page, or to a huge page if it is as large as one.
+static inline cudaError_t cudaMalloc(void **pointer, size_t bytes) {
+    if (pointer == NULL) return cpu_result(cudaErrorInvalidValue);
+    *pointer = NULL;
+    if (bytes == 0) return cudaSuccess;
+    // The kernel promises more memory than there is and kills who uses it; so ask first.
+    size_t available, total;
+    machine_memory(&available, &total);
+    if (bytes > available) return cpu_result(cudaErrorMemoryAllocation);
+    size_t aligned_bytes = (bytes + CPU_PAGE - 1) / CPU_PAGE * CPU_PAGE;
+    size_t alignment = bytes >= CPU_HUGE_PAGE ? CPU_HUGE_PAGE : CPU_PAGE;
+    size_t mapped = aligned_bytes + CPU_PAGE + alignment;
+    void *mapping = mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapping == MAP_FAILED) return cpu_result(cudaErrorMemoryAllocation);
+    uintptr_t begin = (uintptr_t)mapping, end = begin + mapped;
+    uintptr_t start = (begin + CPU_PAGE + alignment - 1) / alignment * alignment;
+    if (start - CPU_PAGE > begin) munmap(mapping, start - CPU_PAGE - begin);
+    if (end > start + aligned_bytes) munmap((void *)(start + aligned_bytes), end - start - aligned_bytes);
+    CpuAllocation *header = (CpuAllocation *)(start - CPU_PAGE);
+    header->magic = CPU_ALLOCATION_MAGIC;
+    header->bytes = aligned_bytes + CPU_PAGE;
+    if (alignment == CPU_HUGE_PAGE) madvise((void *)start, aligned_bytes, MADV_HUGEPAGE); // merely advice
+    for (size_t i = 0; i < aligned_bytes; i += CPU_PAGE) ((volatile char *)start)[i] = 0;
+    *pointer = (void *)start;
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaDeviceSynchronize(void);
+
+// Waits for the device first, as the toolkit's does: queued work may still use the memory.
+static inline cudaError_t cudaFree(void *pointer) {
+    if (pointer == NULL) return cudaSuccess;
+    CpuAllocation *header = (CpuAllocation *)((uintptr_t)pointer - CPU_PAGE);
+    if ((uintptr_t)pointer % CPU_PAGE != 0 || header->magic != CPU_ALLOCATION_MAGIC)
+        return cpu_result(cudaErrorInvalidValue);
+    cudaError_t status = cudaDeviceSynchronize();
+    header->magic = 0;
+    munmap(header, header->bytes);
+    return status;
+}
+
+static inline cudaError_t cudaMallocHost(void **pointer, size_t bytes) {
+    return cudaMalloc(pointer, bytes);
+}
+static inline cudaError_t cudaFreeHost(void *pointer) {
+    return cudaFree(pointer);
+}
+
+// ----------------------------------------------------------------------------------------------------------- streams
+
+static inline bool cpu_stream_has_worker(cudaStream_t stream) {
+    return stream != NULL && stream->worker;
+}
+
+#ifdef TRAIN_GPT_STREAM_DELAY
+// For tests: before each item a worker sleeps for up to half a millisecond, at random from the seed in the environment
+// variable TRAIN_GPT_STREAM_DELAY, so that a missing event shows.
+static inline void cpu_stream_delay(uint64_t *state) {
+    const char *seed = getenv("TRAIN_GPT_STREAM_DELAY");
+    if (seed == NULL) return;
+    if (*state == 0) *state = strtoull(seed, NULL, 10) * 2 + 1;
+    *state = *state * 6364136223846793005ull + 1442695040888963407ull;
+    struct timespec pause = {0, (long)((*state >> 33) % 500000)};
+    nanosleep(&pause, NULL);
+}
+#endif
+
+static inline void *cpu_stream_worker(void *argument) {
+    cudaStream_t stream = (cudaStream_t)argument;
+#ifdef TRAIN_GPT_STREAM_DELAY
+    uint64_t delay_state = 0;
+#endif
+    pthread_mutex_lock(&stream->mutex);
+    for (;;) {
+        while (stream->finished == stream->submitted && !stream->closing)
+            pthread_cond_wait(&stream->submission, &stream->mutex);
+        if (stream->finished == stream->submitted) break;
+        CpuItem *item = &stream->queue[stream->finished % CPU_QUEUE]; // stays in place until it counts as finished
+        pthread_mutex_unlock(&stream->mutex);
+#ifdef TRAIN_GPT_STREAM_DELAY
+        cpu_stream_delay(&delay_state);
+#endif
+        if (cpu_sticky_error() == cudaSuccess) {
+            cudaError_t status = item->function(item->arguments);
+            if (status != cudaSuccess) cpu_set_sticky_error(status);
+        }
+        pthread_mutex_lock(&stream->mutex);
+        stream->finished++;
+        pthread_cond_broadcast(&stream->progress);
+    }
+    pthread_mutex_unlock(&stream->mutex);
+    return NULL;
+}
+
+// Executes function(arguments) in the order of the stream: at once, or by its worker on a copy of the arguments.
+// At most CPU_ARGUMENTS bytes, aligned like a pointer. For what the device itself is made of: collectives, operations.
+static inline cudaError_t cpu_stream_run(cudaStream_t stream, CpuFunction function, void *arguments,
+                                         size_t arguments_bytes) {
+    if (arguments_bytes > CPU_ARGUMENTS) return cudaErrorInvalidValue;
+    if (!cpu_stream_has_worker(stream)) return function(arguments);
+    pthread_mutex_lock(&stream->mutex);
+    while (stream->submitted - stream->finished == CPU_QUEUE) pthread_cond_wait(&stream->progress, &stream->mutex);
+    CpuItem *item = &stream->queue[stream->submitted % CPU_QUEUE];
+    item->function = function;
+    memcpy(item->arguments, arguments, arguments_bytes);
+    stream->submitted++;
+    pthread_cond_signal(&stream->submission);
+    pthread_mutex_unlock(&stream->mutex);
+    return cudaSuccess;
+}
+
+// The ticket of everything submitted to the stream so far.
+static inline CpuTicket cpu_stream_ticket(cudaStream_t stream) {
+    CpuTicket ticket = {NULL, 0};
+    if (!cpu_stream_has_worker(stream)) return ticket;
+    pthread_mutex_lock(&stream->mutex);
+    ticket.stream = stream;
+    ticket.finished = stream->submitted;
+    pthread_mutex_unlock(&stream->mutex);
+    return ticket;
+}
+
+static inline bool cpu_ticket_passed(CpuTicket ticket) {
+    if (ticket.stream == NULL) return true;
+    pthread_mutex_lock(&ticket.stream->mutex);
+    bool passed = ticket.stream->finished >= ticket.finished;
+    pthread_mutex_unlock(&ticket.stream->mutex);
+    return passed;
+}
+
+// Blocks the calling thread until the ticket has passed.
+static inline cudaError_t cpu_ticket_wait(void *argument) {
+    CpuTicket ticket = *(CpuTicket *)argument;
+    if (ticket.stream == NULL) return cudaSuccess;
+    pthread_mutex_lock(&ticket.stream->mutex);
+    while (ticket.stream->finished < ticket.finished)
+        pthread_cond_wait(&ticket.stream->progress, &ticket.stream->mutex);
+    pthread_mutex_unlock(&ticket.stream->mutex);
+    return cpu_sticky_error();
+}
+
+// What is submitted to the stream from now on waits for the ticket.
+static inline cudaError_t cpu_stream_wait(cudaStream_t stream, CpuTicket ticket) {
+    if (ticket.stream == NULL || ticket.stream == stream) return cudaSuccess;
+    return cpu_stream_run(stream, cpu_ticket_wait, &ticket, sizeof ticket);
+}
+
+static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    if (stream == NULL || (flags & ~(unsigned)cudaStreamNonBlocking) != 0) return cpu_result(cudaErrorInvalidValue);
+    CpuDevice *device = cpu_device();
+    bool worker = (flags & cudaStreamNonBlocking) != 0;
+    pthread_mutex_lock(&device->mutex);
+    cudaStream_t created = device->streams;
+    while (created != NULL && !(created->free && created->worker == worker)) created = created->next;
+    if (created == NULL) {
+        created = (cudaStream_t)calloc(1, sizeof *created);
+        CpuItem *queue = created == NULL || !worker ? NULL : (CpuItem *)malloc(CPU_QUEUE * sizeof(CpuItem));
+        if (created == NULL || (worker && queue == NULL)) {
+            free(created);
+            pthread_mutex_unlock(&device->mutex);
+            return cpu_result(cudaErrorMemoryAllocation);
+        }
+        if (worker) memset(queue, 0, CPU_QUEUE * sizeof(CpuItem)); // so that no page faults later
+        pthread_mutex_init(&created->mutex, NULL);
+        pthread_cond_init(&created->submission, NULL);
+        pthread_cond_init(&created->progress, NULL);
+        created->worker = worker;
+        created->queue = queue;
+        created->next = device->streams;
+        device->streams = created;
+    }
+    created->free = false;
+    created->closing = false;
+    int failed = 0;
+    if (worker) { // signals are for the main thread
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        failed = pthread_create(&created->thread, NULL, cpu_stream_worker, created);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        created->free = failed != 0;
+    }
+    pthread_mutex_unlock(&device->mutex);
+    if (failed) return cpu_result(cudaErrorUnknown);
+    *stream = created;
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaStreamCreate(cudaStream_t *stream) {
+    return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
+}
+
+// Priorities have no meaning here: both ends of the range are 0.
+static inline cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    *least = *greatest = 0;
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+    (void)priority;
+    return cudaStreamCreateWithFlags(stream, flags);
+}
+
+// Finishes the stream's work first.
+static inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    if (stream == NULL || stream->free) return cpu_result(cudaErrorInvalidResourceHandle);
+    if (stream->worker) {
+        pthread_mutex_lock(&stream->mutex);
+        stream->closing = true;
+        pthread_cond_signal(&stream->submission);
+        pthread_mutex_unlock(&stream->mutex);
+        pthread_join(stream->thread, NULL);
+    }
+    pthread_mutex_lock(&cpu_device()->mutex);
+    stream->free = true;
+    pthread_mutex_unlock(&cpu_device()->mutex);
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    CpuTicket ticket = cpu_stream_ticket(stream);
+    cpu_ticket_wait(&ticket);
+    return cpu_result(cpu_sticky_error());
+}
+
+static inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    if (!cpu_ticket_passed(cpu_stream_ticket(stream))) return cudaErrorNotReady;
+    return cpu_result(cpu_sticky_error());
+}
+
+static inline cudaError_t cudaDeviceSynchronize(void) {
+    CpuDevice *device = cpu_device();
+    pthread_mutex_lock(&device->mutex);
+    cudaStream_t stream = device->streams; // only ever grows at its head
+    pthread_mutex_unlock(&device->mutex);
+    for (; stream != NULL; stream = stream->next) {
+        CpuTicket ticket = cpu_stream_ticket(stream);
+        cpu_ticket_wait(&ticket);
+    }
+    return cpu_result(cpu_sticky_error());
+}
+
+typedef struct {
+    cudaHostFn_t function;
+    void *user_data;
+} CpuHostCall;
+
+static inline cudaError_t cpu_host_call(void *argument) {
+    CpuHostCall *call = (CpuHostCall *)argument;
+    call->function(call->user_data);
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *user_data) {
+    if (function == NULL) return cpu_result(cudaErrorInvalidValue);
+    CpuHostCall call = {function, user_data};
+    return cpu_result(cpu_stream_run(stream, cpu_host_call, &call, sizeof call));
+}
+
+// ------------------------------------------------------------------------------------------------------------ copies
+
+typedef struct {
+    void *destination;
+    const void *source; // NULL: set to `value`
+    size_t bytes;
+    int value;
+} CpuTransfer;
+
+static inline cudaError_t cpu_transfer(void *argument) {
+    CpuTransfer *transfer = (CpuTransfer *)argument;
+    if (transfer->source == NULL)
+        memset(transfer->destination, transfer->value, transfer->bytes);
+    else if (transfer->source != transfer->destination)
+        memcpy(transfer->destination, transfer->source, transfer->bytes);
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaMemcpyAsync(void *destination, const void *source, size_t bytes, cudaMemcpyKind kind,
+                                          cudaStream_t stream) {
+    if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) return cpu_result(cudaErrorInvalidValue);
+    if (bytes == 0) return cudaSuccess;
+    if (destination == NULL || source == NULL) return cpu_result(cudaErrorInvalidValue);
+    CpuTransfer transfer = {destination, source, bytes, 0};
+    return cpu_result(cpu_stream_run(stream, cpu_transfer, &transfer, sizeof transfer));
+}
+
+static inline cudaError_t cudaMemcpy(void *destination, const void *source, size_t bytes, cudaMemcpyKind kind) {
+    return cudaMemcpyAsync(destination, source, bytes, kind, NULL);
+}
+
+static inline cudaError_t cudaMemsetAsync(void *destination, int value, size_t bytes, cudaStream_t stream) {
+    if (bytes == 0) return cudaSuccess;
+    if (destination == NULL) return cpu_result(cudaErrorInvalidValue);
+    CpuTransfer transfer = {destination, NULL, bytes, value};
+    return cpu_result(cpu_stream_run(stream, cpu_transfer, &transfer, sizeof transfer));
+}
+
+static inline cudaError_t cudaMemset(void *destination, int value, size_t bytes) {
+    return cudaMemsetAsync(destination, value, bytes, NULL);
+}
+
+// ------------------------------------------------------------------------------------------------------------ events
+
+static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    if (event == NULL) return cpu_result(cudaErrorInvalidValue);
+    CpuDevice *device = cpu_device();
+    pthread_mutex_lock(&device->mutex);
+    cudaEvent_t created = device->free_events;
+    if (created != NULL) device->free_events = created->next;
+    pthread_mutex_unlock(&device->mutex);
+    if (created == NULL) {
+        created = (cudaEvent_t)calloc(1, sizeof *created);
+        if (created == NULL) return cpu_result(cudaErrorMemoryAllocation);
+        pthread_mutex_init(&created->mutex, NULL);
+    }
+    created->timing = (flags & cudaEventDisableTiming) == 0;
+    *event = created;
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaEventCreate(cudaEvent_t *event) {
+    return cudaEventCreateWithFlags(event, cudaEventDefault);
+}
+
+static inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    if (event == NULL) return cpu_result(cudaErrorInvalidResourceHandle);
+    pthread_mutex_lock(&event->mutex);
+    event->ticket.stream = NULL; // as one that was never recorded
+    event->records++;            // a time stamp still queued is not for its next owner
+    pthread_mutex_unlock(&event->mutex);
+    pthread_mutex_lock(&cpu_device()->mutex);
+    event->next = cpu_device()->free_events;
+    cpu_device()->free_events = event;
+    pthread_mutex_unlock(&cpu_device()->mutex);
+    return cudaSuccess;
+}
+
+typedef struct {
+    cudaEvent_t event;
+    uint64_t record;
+} CpuStamp;
+
+static inline cudaError_t cpu_stamp(void *argument) {
+    CpuStamp *stamp = (CpuStamp *)argument;
+    pthread_mutex_lock(&stamp->event->mutex);
+    if (stamp->record == stamp->event->records) { // else recorded again since
+        clock_gettime(CLOCK_MONOTONIC, &stamp->event->time);
+        stamp->event->stamped = stamp->record;
+    }
+    pthread_mutex_unlock(&stamp->event->mutex);
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    if (event == NULL) return cpu_result(cudaErrorInvalidResourceHandle);
+    pthread_mutex_lock(&event->mutex);
+    CpuStamp stamp = {event, ++event->records};
+    pthread_mutex_unlock(&event->mutex);
+    cudaError_t status = event->timing ? cpu_stream_run(stream, cpu_stamp, &stamp, sizeof stamp) : cudaSuccess;
+    CpuTicket ticket = cpu_stream_ticket(stream);
+    pthread_mutex_lock(&event->mutex);
+    event->ticket = ticket;
+    pthread_mutex_unlock(&event->mutex);
+    return cpu_result(status);
+}
+
+static inline CpuTicket cpu_event_ticket(cudaEvent_t event) {
+    pthread_mutex_lock(&event->mutex);
+    CpuTicket ticket = event->ticket;
+    pthread_mutex_unlock(&event->mutex);
+    return ticket;
+}
+
+static inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+    if (event == NULL) return cpu_result(cudaErrorInvalidResourceHandle);
+    if (flags != 0) return cpu_result(cudaErrorInvalidValue);
+    return cpu_result(cpu_stream_wait(stream, cpu_event_ticket(event)));
+}
+
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    if (event == NULL) return cpu_result(cudaErrorInvalidResourceHandle);
+    CpuTicket ticket = cpu_event_ticket(event);
+    cpu_ticket_wait(&ticket);
+    return cpu_result(cpu_sticky_error());
+}
+
+static inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+    if (event == NULL) return cpu_result(cudaErrorInvalidResourceHandle);
+    if (!cpu_ticket_passed(cpu_event_ticket(event))) return cudaErrorNotReady;
+    return cpu_result(cpu_sticky_error());
+}
+
+// Milliseconds from the last record of `start` to the last record of `stop`.
+static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t stop) {
+    if (ms == NULL) return cpu_result(cudaErrorInvalidValue);
+    if (start == NULL || stop == NULL || !start->timing || !stop->timing)
+        return cpu_result(cudaErrorInvalidResourceHandle);
+    if (!cpu_ticket_passed(cpu_event_ticket(start)) || !cpu_ticket_passed(cpu_event_ticket(stop)))
+        return cudaErrorNotReady;
+    if (start->stamped == 0 || start->stamped != start->records || stop->stamped == 0 || stop->stamped != stop->records)
+        return cpu_result(cudaErrorInvalidResourceHandle); // never recorded
+    *ms = (float)((double)(stop->time.tv_sec - start->time.tv_sec) * 1e3 +
+                  (double)(stop->time.tv_nsec - start->time.tv_nsec) * 1e-6);
+    return cudaSuccess;
+}
+
+#endif
