@@ -53,6 +53,8 @@ __attribute__((format(printf, 2, 3))) static inline bool error_set(Error *error,
     va_start(arguments, format);
     vsnprintf(error->text, sizeof error->text, format, arguments);
     va_end(arguments);
+    for (char *c = error->text; *c != '\0'; c++)
+        if ((unsigned char)*c < ' ' || *c == 127) *c = '?'; // it may quote a line break, and is one line all the same
     return false;
 }
 
@@ -86,16 +88,16 @@ __attribute__((noreturn, format(printf, 3, 4))) static inline void die_at(const 
 #define die(...) die_at(__FILE__, __LINE__, __VA_ARGS__)
 
 // Checks a call of the CUDA runtime or of NCCL; use where those headers are included.
-#define cuda_check(call)                                                                                               \
-    do {                                                                                                               \
-        cudaError_t status_ = (call);                                                                                  \
-        if (status_ != cudaSuccess) die("%s: %s", #call, cudaGetErrorString(status_));                                 \
+#define cuda_check(call)                                                               \
+    do {                                                                               \
+        cudaError_t status_ = (call);                                                  \
+        if (status_ != cudaSuccess) die("%s: %s", #call, cudaGetErrorString(status_)); \
     } while (0)
 
-#define nccl_check(call)                                                                                               \
-    do {                                                                                                               \
-        ncclResult_t status_ = (call);                                                                                 \
-        if (status_ != ncclSuccess) die("%s: %s", #call, ncclGetErrorString(status_));                                 \
+#define nccl_check(call)                                                               \
+    do {                                                                               \
+        ncclResult_t status_ = (call);                                                 \
+        if (status_ != ncclSuccess) die("%s: %s", #call, ncclGetErrorString(status_)); \
     } while (0)
 
 #endif
