@@ -156,4 +156,54 @@ static inline bool comm_agree(Comm *comm, Error *error) {
     return false;
 }
 
+// Returns when every rank has called it.
+static inline void comm_barrier(Comm *comm) {
+    const char here = 1;
+    comm_gather(comm, &here, 1);
+}
+
+// Ends all ranks for a reason that all of them know: rank 0 says it, and none leaves before it is said. (A launcher
+// kills the others as soon as one is gone.)
+__attribute__((noreturn, format(printf, 3, 4))) static inline void comm_die_together(Comm *comm, int exit_code,
+                                                                                     const char *format, ...) {
+    if (comm->rank == 0) {
+        fflush(stdout);
+        va_list arguments;
+        va_start(arguments, format);
+        fprintf(stderr, "train_gpt: error: ");
+        vfprintf(stderr, format, arguments);
+        fprintf(stderr, "\n");
+        va_end(arguments);
+    }
+    comm_barrier(comm);
+    fflush(NULL);
+    _exit(exit_code);
+}
+
+// What has been counted since `before`, a copy of comm->counts.
+static inline CommCounts comm_counts_since(const Comm *comm, const CommCounts *before) {
+    CommCounts since = comm->counts;
+    for (int kind = 0; kind < COMM_KINDS; kind++) {
+        since.kind[kind].calls -= before->kind[kind].calls;
+        since.kind[kind].payload_bytes -= before->kind[kind].payload_bytes;
+        since.kind[kind].bus_bytes -= before->kind[kind].bus_bytes;
+    }
+    return since;
+}
+
+// The sum of every rank's counts.
+static inline CommCounts comm_sum_counts(Comm *comm, const CommCounts *mine) {
+    CommCounts total;
+    memset(&total, 0, sizeof total);
+    for (int kind = 0; kind < COMM_KINDS; kind++) {
+        const CommCount *all = (const CommCount *)comm_gather(comm, &mine->kind[kind], sizeof(CommCount));
+        for (int r = 0; r < comm->world_size; r++) {
+            total.kind[kind].calls += all[r].calls;
+            total.kind[kind].payload_bytes += all[r].payload_bytes;
+            total.kind[kind].bus_bytes += all[r].bus_bytes;
+        }
+    }
+    return total;
+}
+
 #endif

@@ -65,6 +65,7 @@ typedef struct {
     int micro;
     bool train;              // backward too
     bool last_micro;         // gradients are complete after it
+    int only_row;            // >= 0: compute the logits of this row alone, no loss; -1: all rows
     float loss_scale;        // 1 / (tokens of the global batch)
     int64_t step;            // for dropout
     uint64_t first_sequence; // index of the first sequence in the global batch, for dropout
@@ -281,6 +282,11 @@ static inline void gpt_head(GPT *model, const MicroBatch *batch, const floatX *w
     Ops *ops = model->ops;
     const int C = model->layout->shape.n_embd, V = model->layout->shape.vocab_size, Vp = model->layout->padded_vocab;
     const size_t rows = (size_t)batch->B * (size_t)batch->T;
+    if (batch->only_row >= 0) {
+        const floatX *row = model->lnf + (size_t)batch->only_row * (size_t)C;
+        matmul_forward(ops, model->logits, row, wte, NULL, 1, C, Vp);
+        return;
+    }
     for (size_t first = 0; first < rows; first += (size_t)model->logit_rows) {
         const size_t left = rows - first, chunk = left < (size_t)model->logit_rows ? left : (size_t)model->logit_rows;
         const floatX *lnf = model->lnf + first * (size_t)C;
@@ -374,6 +380,19 @@ static inline double gpt_loss(GPT *model) {
     cuda_check(cudaMemcpyAsync(&sum, model->loss_sum, sizeof sum, cudaMemcpyDeviceToHost, model->zero->compute));
     cuda_check(cudaStreamSynchronize(model->zero->compute));
     return sum;
+}
+
+// The logits of the row that the last micro-batch asked for with only_row: out (V), host. Waits for the compute stream.
+static inline void gpt_logits(GPT *model, float *out) {
+    const int V = model->layout->shape.vocab_size;
+    floatX part[256];
+    for (int first = 0; first < V; first += 256) {
+        const int count = V - first < 256 ? V - first : 256;
+        cuda_check(cudaMemcpyAsync(part, model->logits + first, (size_t)count * sizeof(floatX), cudaMemcpyDeviceToHost,
+                                   model->zero->compute));
+        cuda_check(cudaStreamSynchronize(model->zero->compute));
+        for (int i = 0; i < count; i++) out[first + i] = floatX_to_float(part[i]);
+    }
 }
 
 // Floating-point operations of training on one token: 6 per parameter of the matrices that multiply (head included,

@@ -59,6 +59,7 @@ typedef struct {
     bool *accumulate;           // by unit: its gradient buffer holds a part of this step's gradient already
     cudaEvent_t *grads_written; // by unit, on the compute stream
     cudaEvent_t *grads_reduced; // by unit, on the communication stream
+    int64_t updates;            // AdamW steps taken: skipped steps do not count
     double *sum_of_squares;     // device: this rank's partial sum of the norm
 } Zero;
 
@@ -228,8 +229,8 @@ static inline void zero_update(Zero *zero, const AdamW *hyper) {
 }
 
 // Ends a step: exchanges the scalars, computes the global norm, clips (grad_clip 0: does not), and updates. loss_sum:
-// this rank's sum over its tokens of the step. hyper->grad_scale is set here. A step whose loss or norm is not finite
-// changes nothing.
+// this rank's sum over its tokens of the step. hyper's grad_scale and step are set here. A step whose loss or norm is
+// not finite changes nothing.
 static inline StepResult zero_step(Zero *zero, AdamW *hyper, double grad_clip, double loss_sum, bool stop) {
     StepResult result = {0, 0, false, false};
     enum { SCALARS = 3 };
@@ -251,6 +252,7 @@ static inline StepResult zero_step(Zero *zero, AdamW *hyper, double grad_clip, d
     if (!result.updated) return result;
     const bool clip = grad_clip > 0 && result.grad_norm > grad_clip;
     hyper->grad_scale = clip ? (float)(grad_clip / result.grad_norm) : 1.0f;
+    hyper->step = ++zero->updates;
     zero_update(zero, hyper);
     return result;
 }

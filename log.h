@@ -1,0 +1,339 @@
+// log.h: what a run prints and writes.
+//
+// Rank 0 prints progress, and with a log directory writes config.json (the complete resolved configuration),
+// metrics.jsonl (an object a line, floats with enough digits to be exact) and, at the end, summary.json. The directory
+// is locked while a run writes to it. Files of an earlier run in the same directory are replaced.
+#ifndef LOG_H
+#define LOG_H
+
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdio.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <time.h>
+#include "comm.h"
+#include "config.h"
+#include "error.h"
+#include "memory.h"
+#include "plan.h"
+
+typedef struct {
+    const Config *config;
+    bool speaks;               // rank 0
+    int directory;             // open and locked, or -1
+    FILE *metrics;             // or NULL
+    double started, last_line; // seconds
+    float *step_ms;            // of every step so far
+    int64_t steps;
+    double train_seconds;            // spent in steps: without evaluation and samples
+    double last_loss, last_val_loss; // NaN while there is none
+} Log;
+
+static inline double now_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// Makes a directory and those above it.
+static inline bool make_directories(const char *path, Error *error) {
+    char part[4096];
+    const size_t length = strlen(path);
+    if (length >= sizeof part) return error_set(error, "log_dir: the path is too long");
+    for (size_t i = 1; i <= length; i++) {
+        if (path[i] != '/' && path[i] != '\0') continue;
+        memcpy(part, path, i);
+        part[i] = '\0';
+        if (mkdir(part, 0777) != 0 && errno != EEXIST)
+            return error_set(error, "log_dir: cannot make the directory %s: %s", part, strerror(errno));
+    }
+    return true;
+}
+
+static inline FILE *log_create(const Log *log, const char *name, Error *error) {
+    const int file = openat(log->directory, name, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    FILE *stream = file < 0 ? NULL : fdopen(file, "w");
+    if (stream == NULL) {
+        error_set(error, "log_dir: cannot write %s/%s: %s", log->config->log_dir, name, strerror(errno));
+        if (file >= 0) close(file);
+    }
+    return stream;
+}
+
+// Opens the log of a run of `steps` steps; on rank 0 makes and locks the directory, if there is one, and writes
+// config.json there.
+static inline bool log_open(Log *log, const Config *config, int rank, Error *error) {
+    memset(log, 0, sizeof *log);
+    log->config = config;
+    log->speaks = rank == 0;
+    log->directory = -1;
+    log->started = log->last_line = now_seconds();
+    log->last_loss = log->last_val_loss = NAN;
+    log->step_ms = (float *)calloc((size_t)config->steps + 1, sizeof(float));
+    if (log->step_ms == NULL) return error_set(error, "steps: no room for the times of %lld", (long long)config->steps);
+    if (!log->speaks || config->log_dir[0] == '\0') return true;
+    if (!make_directories(config->log_dir, error)) return false;
+    log->directory = open(config->log_dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (log->directory < 0) return error_set(error, "log_dir: cannot open %s: %s", config->log_dir, strerror(errno));
+    if (flock(log->directory, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+        return error_set(error, "log_dir: another run is writing to %s; wait for it, or name another directory",
+                         config->log_dir);
+    char path[4096 + 16];
+    snprintf(path, sizeof path, "%s/config.json", config->log_dir);
+    if (!config_write(config, path, error)) return false;
+    log->metrics = log_create(log, "metrics.jsonl", error);
+    if (log->metrics == NULL) return false;
+    unlinkat(log->directory, "summary.json", 0); // of an earlier run: this one is not finished
+    return true;
+}
+
+static inline void log_close(Log *log) {
+    if (log->metrics != NULL && fclose(log->metrics) != 0)
+        die("cannot write %s/metrics.jsonl: %s", log->config->log_dir, strerror(errno));
+    if (log->directory >= 0) close(log->directory);
+    free(log->step_ms);
+}
+
+// 1234567 -> "1.23M". For people: files get exact numbers.
+static inline const char *human_count(double n, char *text, size_t size) {
+    static const char *const units[] = {"", "k", "M", "B", "T"};
+    int unit = 0;
+    while (n >= 999.5 && unit < 4) {
+        n /= 1000;
+        unit++;
+    }
+    snprintf(text, size, unit == 0 ? "%.0f%s" : n < 9.995 ? "%.2f%s" : n < 99.95 ? "%.1f%s" : "%.0f%s", n, units[unit]);
+    return text;
+}
+
+static inline const char *human_time(double seconds, char *text, size_t size) {
+    const long long s = (long long)(seconds + 0.5);
+    if (s < 3600)
+        snprintf(text, size, "%lld:%02lld", s / 60, s % 60);
+    else if (s < 86400)
+        snprintf(text, size, "%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
+    else
+        snprintf(text, size, "%lld d %lld h", s / 86400, s / 3600 % 24);
+    return text;
+}
+
+// A JSON number that reads back as the same float (%.9g); JSON has no infinities and no NaN: null.
+static inline const char *json_float(double x, char *text, size_t size) {
+    if (isfinite(x))
+        snprintf(text, size, "%.9g", x);
+    else
+        snprintf(text, size, "null");
+    return text;
+}
+
+// What is about to be trained, on what.
+static inline void log_header(const Log *log, const Trainer *trainer, const char *device, int threads,
+                              int64_t train_tokens, int64_t val_tokens) {
+    if (!log->speaks) return;
+    const Config *c = log->config;
+    char a[32], b[32];
+    printf("model    %lld layers, %lld heads, %lld wide, context %lld, vocabulary %lld: %s parameters\n",
+           (long long)c->n_layer, (long long)c->n_head, (long long)c->n_embd, (long long)c->context_length,
+           (long long)c->vocab_size, human_count((double)trainer->layout.parameters, a, sizeof a));
+    printf("data     %s: %s tokens", c->train_data, human_count((double)train_tokens, a, sizeof a));
+    if (val_tokens > 0) printf("; validation %s: %s tokens", c->val_data, human_count((double)val_tokens, b, sizeof b));
+    printf("\n");
+    printf("batch    %lld tokens a step: %d ranks x %lld micro-batches x %lld sequences x %lld tokens\n",
+           (long long)c->tokens_per_step, trainer->comm.data.size, (long long)c->micro_batches,
+           (long long)c->micro_batch, (long long)c->sequence_length);
+    printf("run      %lld steps, %.2f epochs, strategy %s, %s, %s, %d thread%s a rank\n", (long long)c->steps,
+           (double)c->steps * (double)c->tokens_per_step / (double)train_tokens, c->strategy, c->precision, device,
+           threads, threads == 1 ? "" : "s");
+    printf("memory   %.1f MB a rank\n", (double)trainer->memory.peak / 1e6);
+    if (c->log_dir[0] != '\0') printf("log      %s\n", c->log_dir);
+    printf("\n");
+    fflush(stdout);
+}
+
+// One training step, counted from 1. mfu: share of the device's peak, NaN where the peak is not known.
+static inline void log_step(Log *log, int64_t step, const StepResult *result, double loss, double lr, double seconds,
+                            double mfu) {
+    const Config *c = log->config;
+    const double tokens_per_second = (double)c->tokens_per_step / seconds;
+    log->step_ms[log->steps++] = (float)(seconds * 1e3);
+    log->train_seconds += seconds;
+    log->last_loss = loss;
+    if (!log->speaks) return;
+    if (log->metrics != NULL) {
+        char f[6][32];
+        fprintf(log->metrics,
+                "{\"step\": %lld, \"loss\": %s, \"grad_norm\": %s, \"lr\": %s, \"step_ms\": %s, "
+                "\"tokens_per_second\": %s, \"mfu\": %s}\n",
+                (long long)step, json_float(loss, f[0], sizeof f[0]), json_float(result->grad_norm, f[1], sizeof f[1]),
+                json_float(lr, f[2], sizeof f[2]), json_float(seconds * 1e3, f[3], sizeof f[3]),
+                json_float(tokens_per_second, f[4], sizeof f[4]), json_float(mfu, f[5], sizeof f[5]));
+        if (fflush(log->metrics) != 0) die("cannot write %s/metrics.jsonl: %s", c->log_dir, strerror(errno));
+    }
+    // A line a second, or every log_every steps; the first and the last always.
+    const double now = now_seconds();
+    const bool due = c->log_every > 0 ? step % c->log_every == 0 : now - log->last_line >= 1.0;
+    if (!due && step != 1 && step != c->steps && result->updated) return;
+    log->last_line = now;
+    char rate[32], eta[32], share[32] = "";
+    // The mean of all steps but the first, which opens files and compiles kernels.
+    const double mean =
+        log->steps > 1 ? (log->train_seconds - log->step_ms[0] * 1e-3) / (double)(log->steps - 1) : seconds;
+    if (isfinite(mfu)) snprintf(share, sizeof share, " | MFU %4.1f %%", mfu * 100);
+    printf("step %*lld/%lld | loss %7.4f | norm %6.3f | lr %.2e | %7.1f ms | %5s tokens/s%s | ETA %s%s\n",
+           (int)snprintf(NULL, 0, "%lld", (long long)c->steps), (long long)step, (long long)c->steps, loss,
+           result->grad_norm, lr, seconds * 1e3, human_count(tokens_per_second, rate, sizeof rate), share,
+           human_time(mean * (double)(c->steps - step), eta, sizeof eta),
+           result->updated ? "" : " | NOT FINITE: step skipped");
+    fflush(stdout);
+}
+
+// The loss on the validation split after `step` steps.
+static inline void log_validation(Log *log, int64_t step, double val_loss, double seconds) {
+    log->last_val_loss = val_loss;
+    log->last_line = now_seconds();
+    if (!log->speaks) return;
+    char f[32];
+    if (log->metrics != NULL) {
+        fprintf(log->metrics, "{\"step\": %lld, \"val_loss\": %s}\n", (long long)step,
+                json_float(val_loss, f, sizeof f));
+        if (fflush(log->metrics) != 0) die("cannot write %s/metrics.jsonl: %s", log->config->log_dir, strerror(errno));
+    }
+    printf("step %lld: validation loss %.4f (%.1f s)\n", (long long)step, val_loss, seconds);
+    fflush(stdout);
+}
+
+static inline int compare_floats(const void *a, const void *b) {
+    const float x = *(const float *)a, y = *(const float *)b;
+    return (x > y) - (x < y);
+}
+
+// Median, least and greatest time of a step, in ms; sorts the record.
+typedef struct {
+    double median, min, max;
+} StepTimes;
+
+static inline StepTimes log_step_times(Log *log) {
+    StepTimes times = {NAN, NAN, NAN};
+    const int64_t n = log->steps;
+    if (n == 0) return times;
+    qsort(log->step_ms, (size_t)n, sizeof(float), compare_floats);
+    times.median = 0.5 * ((double)log->step_ms[(n - 1) / 2] + (double)log->step_ms[n / 2]);
+    times.min = log->step_ms[0];
+    times.max = log->step_ms[n - 1];
+    return times;
+}
+
+// What the end of a run knows; of the rank with the highest peak of memory.
+typedef struct {
+    uint64_t params_hash;
+    Memory memory, planned;
+    CommCounts communication, communication_planned; // of one training step
+    CommCounts all_ranks, planned_all_ranks;         // the same, summed over ranks
+    double mfu;
+} RunTotals;
+
+static inline void json_add_exact(cJSON *object, const char *key, double x) {
+    char text[32];
+    cJSON_AddRawToObject(object, key, json_float(x, text, sizeof text));
+}
+
+// Integers are written as they are: through a double they would lose digits above 2^53.
+static inline void json_add_integer(cJSON *object, const char *key, uint64_t n) {
+    char text[32];
+    snprintf(text, sizeof text, "%llu", (unsigned long long)n);
+    cJSON_AddRawToObject(object, key, text);
+}
+
+static inline void json_add_memory(cJSON *parent, const char *key, const Memory *memory) {
+    cJSON *object = cJSON_AddObjectToObject(parent, key);
+    for (int tag = 0; tag < MEMORY_TAGS; tag++) json_add_integer(object, memory_tag_name(tag), memory->bytes[tag]);
+    json_add_integer(object, "peak", memory->peak);
+}
+
+static inline cJSON *json_add_counts(cJSON *parent, const char *key, const CommCounts *counts) {
+    cJSON *object = cJSON_AddObjectToObject(parent, key);
+    for (int kind = 0; kind < COMM_KINDS; kind++) {
+        cJSON *one = cJSON_AddObjectToObject(object, comm_kind_name(kind));
+        json_add_integer(one, "calls", counts->kind[kind].calls);
+        json_add_integer(one, "payload_bytes", counts->kind[kind].payload_bytes);
+        json_add_integer(one, "bus_bytes", counts->kind[kind].bus_bytes);
+    }
+    return object;
+}
+
+// The table of memory by component: allocated, planned, and bytes per padded parameter.
+static inline void log_memory_table(const Trainer *trainer, const RunTotals *totals) {
+    const double n = (double)trainer->layout.size;
+    printf("memory of the fullest rank  %12s %12s %18s\n", "allocated MB", "planned MB", "bytes a parameter");
+    for (int tag = 0; tag < MEMORY_TAGS; tag++)
+        printf("  %-24s  %12.3f %12.3f %18.3f\n", memory_tag_name(tag), (double)totals->memory.bytes[tag] / 1e6,
+               (double)totals->planned.bytes[tag] / 1e6, (double)totals->memory.bytes[tag] / n);
+    printf("  %-24s  %12.3f %12.3f\n", "peak", (double)totals->memory.peak / 1e6, (double)totals->planned.peak / 1e6);
+}
+
+// Prints how the run ended and writes summary.json, to a temporary name first, so that it is whole when it is there.
+static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals *totals) {
+    const Config *c = log->config;
+    const StepTimes times = log_step_times(log);
+    const double tokens_per_second = times.median > 0 ? (double)c->tokens_per_step / (times.median * 1e-3) : NAN;
+    if (!log->speaks) return;
+    char a[32], b[32];
+    printf("\n%lld steps in %s: train loss %.4f", (long long)log->steps,
+           human_time(now_seconds() - log->started, a, sizeof a), log->last_loss);
+    if (isfinite(log->last_val_loss)) printf(", validation loss %.4f", log->last_val_loss);
+    printf(", %s tokens/s (median), parameters %016llx\n\n", human_count(tokens_per_second, b, sizeof b),
+           (unsigned long long)totals->params_hash);
+    log_memory_table(trainer, totals);
+    for (int kind = 0; kind < COMM_SCALARS; kind++) {
+        const CommCount *count = &totals->communication.kind[kind];
+        if (count->calls > 0)
+            printf("%s in a step: %llu calls, %.3f MB of payload, %.3f MB sent by a rank\n", comm_kind_name(kind),
+                   (unsigned long long)count->calls, (double)count->payload_bytes / 1e6,
+                   (double)count->bus_bytes / 1e6);
+    }
+    if (log->directory >= 0) {
+        printf("written to %s: config.json, metrics.jsonl, summary.json\n", c->log_dir);
+        cJSON *root = cJSON_CreateObject();
+        json_add_integer(root, "parameters", trainer->layout.parameters);
+        json_add_integer(root, "padded_parameters", trainer->layout.size);
+        json_add_integer(root, "world_size", (uint64_t)trainer->comm.world_size);
+        cJSON_AddStringToObject(root, "strategy", c->strategy);
+        json_add_integer(root, "data_parallel", (uint64_t)trainer->comm.data.size);
+        json_add_integer(root, "shard_group", (uint64_t)c->shard_group);
+        json_add_integer(root, "tensor_parallel", (uint64_t)c->tensor_parallel);
+        json_add_integer(root, "pipeline_parallel", (uint64_t)c->pipeline_parallel);
+        cJSON_AddStringToObject(root, "precision", c->precision);
+        json_add_integer(root, "steps", (uint64_t)log->steps);
+        json_add_integer(root, "tokens", (uint64_t)(log->steps * c->tokens_per_step));
+        json_add_exact(root, "final_train_loss", log->last_loss);
+        json_add_exact(root, "final_val_loss", log->last_val_loss);
+        snprintf(a, sizeof a, "%016llx", (unsigned long long)totals->params_hash);
+        cJSON_AddStringToObject(root, "params_hash", a);
+        json_add_exact(root, "tokens_per_second", tokens_per_second);
+        cJSON *step_ms = cJSON_AddObjectToObject(root, "step_ms");
+        json_add_exact(step_ms, "median", times.median);
+        json_add_exact(step_ms, "min", times.min);
+        json_add_exact(step_ms, "max", times.max);
+        json_add_exact(root, "mfu", totals->mfu);
+        json_add_memory(root, "memory_bytes", &totals->memory);
+        json_add_memory(root, "memory_planned", &totals->planned);
+        json_add_counts(json_add_counts(root, "communication_per_step", &totals->communication), "all_ranks",
+                        &totals->all_ranks);
+        json_add_counts(json_add_counts(root, "communication_planned", &totals->communication_planned), "all_ranks",
+                        &totals->planned_all_ranks);
+        char *text = cJSON_Print(root);
+        Error error = {""};
+        FILE *file = text == NULL ? NULL : log_create(log, "summary.json.new", &error);
+        const bool written = file != NULL && fprintf(file, "%s\n", text) > 0 && fclose(file) == 0 &&
+                             renameat(log->directory, "summary.json.new", log->directory, "summary.json") == 0;
+        if (!written) die("cannot write %s/summary.json: %s", c->log_dir, strerror(errno));
+        cJSON_free(text);
+        cJSON_Delete(root);
+    }
+    fflush(stdout);
+}
+
+#endif

@@ -1,0 +1,285 @@
+// train_gpt.cu: pretrains a GPT. main reads the configuration, checks it and the data, starts ranks where asked, and
+// calls the trainer. The trainer is compiled once per precision: train_fp32, train_bf16, train_bf16_gradfp32.
+#include "config.h"
+#include "dataloader.h"
+#include "error.h"
+#include "launch.h"
+#include "tokenizer.h"
+
+// Trains as configured, as one rank; returns an exit code.
+#define DECLARE_TRAINER(name) int name(const Config *config, const Place *place)
+
+// What main and the trainer both open: data and vocabulary.
+typedef struct {
+    Dataset train, val; // val: no shards if there is no validation
+    bool validates;
+    Tokenizer tokenizer;
+} Inputs;
+
+static inline bool inputs_open(Inputs *inputs, const Config *config, Error *error) {
+    memset(inputs, 0, sizeof *inputs);
+    inputs->validates = config->val_data[0] != '\0' && config->val_every > 0;
+    if (!dataset_open(&inputs->train, config->train_data, error)) return false;
+    if (inputs->validates && !dataset_open(&inputs->val, config->val_data, error)) return false;
+    return tokenizer_open(&inputs->tokenizer, config->tokenizer, error);
+}
+
+static inline void inputs_close(Inputs *inputs) {
+    tokenizer_close(&inputs->tokenizer);
+    if (inputs->validates) dataset_close(&inputs->val);
+    dataset_close(&inputs->train);
+}
+
+#if defined(PRECISION_FP32) || defined(PRECISION_BF16) || defined(PRECISION_BF16_GRADFP32)
+
+#include "log.h"
+#include "plan.h"
+
+#if defined(PRECISION_FP32)
+#define TRAIN train_fp32
+#elif defined(PRECISION_BF16)
+#define TRAIN train_bf16
+#else
+#define TRAIN train_bf16_gradfp32
+#endif
+
+#ifdef __cplusplus
+extern "C"
+#endif
+    DECLARE_TRAINER(TRAIN);
+
+// The mean loss over the validation data; the same on all ranks.
+static double evaluate(Trainer *trainer, const Config *config, Validation *validation) {
+    double sum = 0;
+    for (int64_t k = 0; k < validation->batches; k++) {
+        MicroBatch batch;
+        memset(&batch, 0, sizeof batch);
+        Error error = {""};
+        batch.B = (int)config->micro_batch;
+        batch.T = (int)config->sequence_length;
+        batch.only_row = -1;
+        if (!validation_read(validation, k, &batch.inputs, &batch.targets, &error)) die("%s", error.text);
+        gpt_micro_batch(&trainer->model, &batch, false);
+        sum += gpt_loss(&trainer->model);
+    }
+    const double *all = (const double *)comm_gather(&trainer->comm, &sum, sizeof sum);
+    double total = 0;
+    for (int r = 0; r < trainer->comm.world_size; r++) total += all[r];
+    return total / (double)validation->tokens;
+}
+
+// Prints a sample of text. Every rank takes part in the forward passes and draws the same tokens; rank 0 prints.
+static void sample(Trainer *trainer, const Config *config, const Tokenizer *tokenizer, int64_t step) {
+    const int T = (int)config->sequence_length, V = (int)config->vocab_size;
+    const uint64_t key = random_key((uint64_t)config->seed, RANDOM_SAMPLE, (uint64_t)step, 0);
+    int *text = (int *)calloc((size_t)(config->sample_tokens + T), sizeof(int)), count = 0;
+    int *targets = (int *)malloc((size_t)T * sizeof(int));
+    float *logits = (float *)malloc((size_t)V * sizeof(float));
+    if (text == NULL || targets == NULL || logits == NULL) die("no room for a sample");
+    for (int t = 0; t < T; t++) targets[t] = -1;
+    Error error = {""};
+    if (!tokenizer_encode_prompt(tokenizer, config->sample_prompt, text, T, &count, &error)) die("%s", error.text);
+    for (int64_t i = 0; i < config->sample_tokens; i++) {
+        // The last T tokens are the context; after them stands padding, which a causal model does not see. Lengths are
+        // rounded up so that few shapes occur.
+        const int length = count < T ? count : T, first = count - length;
+        const int rounded = (int)round_up((size_t)length, 64);
+        MicroBatch batch;
+        memset(&batch, 0, sizeof batch);
+        batch.B = 1;
+        batch.T = rounded < T ? rounded : T;
+        batch.inputs = text + first;
+        batch.targets = targets;
+        batch.only_row = length - 1;
+        gpt_micro_batch(&trainer->model, &batch, false);
+        gpt_logits(&trainer->model, logits);
+        text[count++] =
+            sample_token(logits, V, config->sample_temperature, (int)config->sample_top_k, key, (uint64_t)i);
+    }
+    if (trainer->comm.rank == 0) {
+        printf("--- sample after %lld steps ---\n", (long long)step);
+        tokenizer_print(tokenizer, text, count, stdout);
+        printf("\n---\n");
+        fflush(stdout);
+    }
+    free(text);
+    free(targets);
+    free(logits);
+}
+
+DECLARE_TRAINER(TRAIN) {
+    Error error = {""};
+    cudaStream_t compute, communication;
+    cuda_check(cudaSetDevice(place->local_rank));
+    int least = 0, greatest = 0;
+    cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    cuda_check(cudaStreamCreate(&compute));
+    cuda_check(cudaStreamCreateWithPriority(&communication, cudaStreamNonBlocking, greatest));
+
+    // Build, and agree that every rank can read its data before anything is written.
+    Trainer trainer;
+    trainer_build(&trainer, config, place->rank, place->world_size, false, compute, communication);
+    const Plan plan = plan_rank(config, place->rank, place->world_size);
+    const int B = (int)config->micro_batch, T = (int)config->sequence_length, V = (int)config->vocab_size;
+    const int micro_batches = (int)config->micro_batches, ranks = trainer.comm.data.size;
+    Inputs inputs;
+    Loader loader;
+    Validation validation;
+    Log log;
+    bool ok = inputs_open(&inputs, config, &error) &&
+              loader_open(&loader, &inputs.train, T, B, micro_batches, trainer.comm.data.rank, ranks,
+                          (uint64_t)config->seed, V, &error);
+    if (ok && inputs.validates)
+        ok = validation_open(&validation, &inputs.val, T, B, config->val_steps, trainer.comm.data.rank, ranks, V,
+                             &error);
+    if (!comm_agree(&trainer.comm, &error)) comm_die_together(&trainer.comm, EXIT_INPUT, "%s", error.text);
+    log_open(&log, config, place->rank, &error);
+    if (!comm_agree(&trainer.comm, &error)) comm_die_together(&trainer.comm, EXIT_INPUT, "%s", error.text);
+    zero_init_params(&trainer.zero, (uint64_t)config->seed);
+    struct cudaDeviceProp device;
+    cuda_check(cudaGetDeviceProperties(&device, place->local_rank));
+    log_header(&log, &trainer, device.name, place_threads(), dataset_tokens(&inputs.train),
+               inputs.validates ? validation.tokens : 0);
+
+    AdamW hyper;
+    memset(&hyper, 0, sizeof hyper);
+    hyper.beta1 = (float)config->beta1;
+    hyper.beta2 = (float)config->beta2;
+    hyper.epsilon = (float)config->epsilon;
+    hyper.weight_decay = (float)config->weight_decay;
+
+    RunTotals totals;
+    memset(&totals, 0, sizeof totals);
+    totals.mfu = NAN; // the peak of a CPU is not known
+    int64_t step = 0, bad_steps = 0;
+    bool stopped = false;
+    stop_on_signals();
+    for (;; step++) {
+        const bool last = step == config->steps;
+        if (inputs.validates && (last || step % config->val_every == 0)) {
+            const double begin = now_seconds();
+            const double loss = evaluate(&trainer, config, &validation);
+            log_validation(&log, step, loss, now_seconds() - begin);
+        }
+        if (config->sample_every > 0 && (last || (step > 0 && step % config->sample_every == 0)))
+            sample(&trainer, config, &inputs.tokenizer, step);
+        if (last || stopped) break;
+
+        const double begin = now_seconds();
+        const CommCounts before = trainer.comm.counts;
+        zero_begin_step(&trainer.zero);
+        for (int micro = 0; micro < micro_batches; micro++) {
+            MicroBatch batch;
+            memset(&batch, 0, sizeof batch);
+            batch.B = B;
+            batch.T = T;
+            batch.micro = micro;
+            batch.train = true;
+            batch.only_row = -1;
+            batch.last_micro = micro + 1 == micro_batches;
+            batch.loss_scale = 1.0f / (float)config->tokens_per_step;
+            batch.step = step;
+            batch.first_sequence = ((uint64_t)micro * (uint64_t)ranks + (uint64_t)trainer.comm.data.rank) * (uint64_t)B;
+            if (!loader_read(&loader, step, micro, &batch.inputs, &batch.targets, &error)) die("%s", error.text);
+            gpt_micro_batch(&trainer.model, &batch, batch.last_micro);
+        }
+        hyper.learning_rate = (float)config_learning_rate(config, step);
+        const StepResult result =
+            zero_step(&trainer.zero, &hyper, config->grad_clip, gpt_loss(&trainer.model), stop_requested());
+        totals.communication = comm_counts_since(&trainer.comm, &before);
+        log_step(&log, step + 1, &result, result.loss_sum / (double)config->tokens_per_step, hyper.learning_rate,
+                 now_seconds() - begin, totals.mfu);
+        bad_steps = result.updated ? 0 : bad_steps + 1;
+        if (bad_steps > config->max_bad_steps)
+            comm_die_together(&trainer.comm, EXIT_RUN,
+                              "loss or gradient norm were not finite in %lld steps in a row, up to step %lld: the run "
+                              "has diverged. A lower learning_rate or a longer warmup_steps may help; max_bad_steps "
+                              "says how many such steps are skipped",
+                              (long long)bad_steps, (long long)step + 1);
+        stopped = result.stop;
+    }
+
+    totals.params_hash = zero_params_hash(&trainer.zero);
+    totals.memory = trainer.memory;
+    totals.planned = plan.memory;
+    totals.communication_planned = plan.communication;
+    totals.all_ranks = comm_sum_counts(&trainer.comm, &totals.communication);
+    totals.planned_all_ranks = comm_sum_counts(&trainer.comm, &totals.communication_planned);
+    log_summary(&log, &trainer, &totals);
+    if (stopped && log.speaks)
+        printf("stopped by a signal after step %lld of %lld\n", (long long)step, (long long)config->steps);
+    comm_barrier(&trainer.comm);
+    log_close(&log);
+    loader_close(&loader);
+    if (inputs.validates) validation_close(&validation);
+    inputs_close(&inputs);
+    trainer_free(&trainer);
+    cuda_check(cudaStreamDestroy(communication));
+    cuda_check(cudaStreamDestroy(compute));
+    return stopped ? EXIT_STOPPED : 0;
+}
+
+#else
+
+DECLARE_TRAINER(train_fp32);
+DECLARE_TRAINER(train_bf16);
+DECLARE_TRAINER(train_bf16_gradfp32);
+
+// What somebody who runs the program without arguments needs to know.
+static void greet(void) {
+    printf("train_gpt pretrains GPT-2/3 style models on CPUs and GPUs.\n"
+           "\n"
+           "  bash scripts/quickstart.sh                           trains a small model on English text, in minutes\n"
+           "  ./train_gpt --train-data train.txt --val-data val.txt --steps 500\n"
+           "                                                       trains on a text of yours, read as bytes\n"
+           "  ./train_gpt configs/NAME.json --nproc 2              runs a configuration, on two ranks\n"
+           "  ./train_gpt --help                                   lists every option, its default and its range\n");
+}
+
+// Checks everything that can be checked before ranks start: data, vocabulary, and every token of the first step.
+static bool check_inputs(const Config *config, Error *error) {
+    Inputs inputs;
+    Validation validation;
+    const int T = (int)config->sequence_length, V = (int)config->vocab_size, B = (int)config->micro_batch;
+    const int *unused;
+    bool ok = inputs_open(&inputs, config, error) &&
+              loader_check_step(&inputs.train, T, config->tokens_per_step / T, (uint64_t)config->seed, V, 0, error);
+    if (ok && inputs.validates) {
+        ok = validation_open(&validation, &inputs.val, T, B, config->val_steps, 0, 1, V, error) &&
+             validation_read(&validation, 0, &unused, &unused, error);
+        if (ok) validation_close(&validation);
+    }
+    if (ok) {
+        int *prompt = (int *)malloc((size_t)T * sizeof(int)), count = 0;
+        if (prompt == NULL) die("no room for a prompt");
+        ok = tokenizer_encode_prompt(&inputs.tokenizer, config->sample_prompt, prompt, T, &count, error);
+        free(prompt);
+    }
+    if (ok) inputs_close(&inputs);
+    return ok;
+}
+
+int main(int argc, char **argv) {
+    memory_keep();
+    if (argc == 1) {
+        greet();
+        return 0;
+    }
+    Error error = {""};
+    static Config config;
+    const Place place = place_from_environment(&error);
+    if (error.text[0] != '\0' || !config_read(&config, argc, argv, &error)) die_input(&error);
+    if (config.help) {
+        config_help(stdout);
+        return 0;
+    }
+    const int world_size = place.launched ? place.world_size : (int)config.nproc;
+    if (!config_check(&config, world_size, &error) || !check_inputs(&config, &error)) die_input(&error);
+    if (!place.launched && world_size > 1) return launch_ranks(&config, world_size, argc, argv);
+    config.nproc = world_size;
+    if (strcmp(config.precision, "fp32") == 0) return train_fp32(&config, &place);
+    if (strcmp(config.gradient_dtype, "fp32") == 0) return train_bf16_gradfp32(&config, &place);
+    return train_bf16(&config, &place);
+}
+
+#endif
