@@ -46,17 +46,17 @@ STREAM_WEIGHTS, STREAM_SIGNS, STREAM_TOKENS, STREAM_CHECK_WEIGHTS, STREAM_CHECK_
 # name, shape as multiples of C, kind; matrices first, as the program's layout has them.
 BLOCK_TENSORS = [
     ("qkv_weight", (3, 1), "matrix"),
-    ("attention_projection_weight", (1, 1), "matrix"),
+    ("attproj_weight", (1, 1), "matrix"),
     ("mlp_weight", (4, 1), "matrix"),
-    ("mlp_projection_weight", (1, 4), "matrix"),
+    ("mlpproj_weight", (1, 4), "matrix"),
     ("ln1_weight", (1,), "norm"),
     ("ln1_bias", (1,), "bias"),
     ("qkv_bias", (3,), "bias"),
-    ("attention_projection_bias", (1,), "bias"),
+    ("attproj_bias", (1,), "bias"),
     ("ln2_weight", (1,), "norm"),
     ("ln2_bias", (1,), "bias"),
     ("mlp_bias", (4,), "bias"),
-    ("mlp_projection_bias", (1,), "bias"),
+    ("mlpproj_bias", (1,), "bias"),
 ]
 
 # The committed cases. Each asks something of the program that the others do not.
@@ -66,7 +66,7 @@ CASES = {
     # One token: attention over itself alone, sums over one row.
     "single_token": dict(V=256, C=64, NH=4, L=2, B=1, T=1, learning_rate=3e-4),
     # GPT-2 XL's width and its 25 heads.
-    "wide": dict(V=65, C=1600, NH=25, L=1, B=2, T=8, steps=3, learning_rate=1e-4),
+    "wide": dict(V=65, C=1600, NH=25, L=1, B=2, T=8, steps=3, learning_rate=2e-5),
     # GPT-2's vocabulary.
     "large_vocabulary": dict(V=50257, C=32, NH=2, L=1, B=1, T=9, steps=5),
     # A small model as people train it.
