@@ -1,5 +1,6 @@
 // train_gpt.cu: pretrains a GPT. main reads the configuration, checks it and the data, starts ranks where asked, and
 // calls the trainer. The trainer is compiled once per precision: train_fp32, train_bf16, train_bf16_gradfp32.
+#include <malloc.h>
 #include "config.h"
 #include "dataloader.h"
 #include "error.h"
@@ -109,6 +110,7 @@ static void sample(Trainer *trainer, const Config *config, const Tokenizer *toke
 
 DECLARE_TRAINER(TRAIN) {
     Error error = {""};
+    const int threads = set_threads(place);
     cudaStream_t compute, communication;
     cuda_check(cudaSetDevice(place->local_rank));
     int least = 0, greatest = 0;
@@ -138,7 +140,7 @@ DECLARE_TRAINER(TRAIN) {
     zero_init_params(&trainer.zero, (uint64_t)config->seed);
     struct cudaDeviceProp device;
     cuda_check(cudaGetDeviceProperties(&device, place->local_rank));
-    log_header(&log, &trainer, device.name, place_threads(), dataset_tokens(&inputs.train),
+    log_header(&log, &trainer, device.name, threads, inputs.train.tokens,
                inputs.validates ? validation.tokens : 0);
 
     AdamW hyper;
@@ -259,8 +261,16 @@ static bool check_inputs(const Config *config, Error *error) {
     return ok;
 }
 
+// Keeps what is freed in the heap, so that libraries that allocate and free large buffers in every step (oneDNN, MPI) do
+// not fault the pages in each time: that can cost more than the work itself.
+static void keep_heap(void) {
+    mallopt(M_MMAP_MAX, 0);
+    mallopt(M_TRIM_THRESHOLD, -1);
+    mallopt(M_TOP_PAD, 256 << 20);
+}
+
 int main(int argc, char **argv) {
-    memory_keep();
+    keep_heap();
     if (argc == 1) {
         greet();
         return 0;
