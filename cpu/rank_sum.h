@@ -1,0 +1,164 @@
+// rank_sum.h: the element types and operations of collectives, and the reduction that all of them use.
+//
+// A reduction goes in rank order: ((x0 + x1) + x2) + ..., element by element, so its bits depend neither on the
+// collective, nor on how a buffer is cut into pieces, nor on which rank computes it. bf16 is accumulated in fp32 and
+// rounded once, at the end. Integers wrap around. A NaN of any rank gives NaN, in minimum and maximum too.
+#ifndef CPU_RANK_SUM_H
+#define CPU_RANK_SUM_H
+
+#include <cuda_bf16.h>
+#include <stddef.h>
+#include <stdint.h>
+
+// NCCL's values.
+typedef enum {
+    ncclInt8 = 0,
+    ncclChar = 0,
+    ncclUint8 = 1,
+    ncclInt32 = 2,
+    ncclInt = 2,
+    ncclUint32 = 3,
+    ncclInt64 = 4,
+    ncclUint64 = 5,
+    ncclFloat16 = 6, // refused: the program does not use it
+    ncclHalf = 6,
+    ncclFloat32 = 7,
+    ncclFloat = 7,
+    ncclFloat64 = 8,
+    ncclDouble = 8,
+    ncclBfloat16 = 9
+} ncclDataType_t;
+
+typedef enum {
+    ncclSum = 0,
+    ncclProd = 1,
+    ncclMax = 2,
+    ncclMin = 3,
+    ncclAvg = 4 // refused: the program scales before it sums
+} ncclRedOp_t;
+
+// Bytes of an element; 0 for types that are refused.
+static inline size_t rank_sum_type_bytes(ncclDataType_t type) {
+    static const size_t bytes[] = {1, 1, 4, 4, 8, 8, 0, 4, 8, 2};
+    return (unsigned)type < sizeof bytes / sizeof bytes[0] ? bytes[type] : 0;
+}
+
+// Elements (or bytes) of the piece that starts at `first` when `total` are taken at most `most` at a time.
+static inline size_t collective_piece(size_t total, size_t first, size_t most) {
+    return total - first < most ? total - first : most;
+}
+
+enum { RANK_SUM_BLOCK = 512 }; // elements whose running sums stay in the first-level cache
+
+// STORED: the type in memory. WIDE: of the running sum. MODULAR: what it is added and multiplied in; unsigned for
+// integers, whose overflow is then defined.
+#define RANK_SUM_DEFINE(NAME, STORED, WIDE, MODULAR, LOAD, STORE, IS_NAN)                                    \
+    static inline void NAME(void *out, const void *const *inputs, int ranks, size_t count, ncclRedOp_t op) { \
+        WIDE sum[RANK_SUM_BLOCK];                                                                            \
+        for (size_t first = 0; first < count; first += RANK_SUM_BLOCK) {                                     \
+            size_t n = collective_piece(count, first, RANK_SUM_BLOCK);                                       \
+            const STORED *x = (const STORED *)inputs[0] + first;                                             \
+            for (size_t i = 0; i < n; i++) sum[i] = LOAD(x[i]);                                              \
+            for (int rank = 1; rank < ranks; rank++) {                                                       \
+                x = (const STORED *)inputs[rank] + first;                                                    \
+                if (op == ncclSum)                                                                           \
+                    for (size_t i = 0; i < n; i++) sum[i] = (WIDE)((MODULAR)sum[i] + (MODULAR)LOAD(x[i]));   \
+                else if (op == ncclProd)                                                                     \
+                    for (size_t i = 0; i < n; i++) sum[i] = (WIDE)((MODULAR)sum[i] * (MODULAR)LOAD(x[i]));   \
+                else if (op == ncclMax)                                                                      \
+                    for (size_t i = 0; i < n; i++) {                                                         \
+                        WIDE value = LOAD(x[i]);                                                             \
+                        sum[i] = value > sum[i] || IS_NAN(value) ? value : sum[i];                           \
+                    }                                                                                        \
+                else                                                                                         \
+                    for (size_t i = 0; i < n; i++) {                                                         \
+                        WIDE value = LOAD(x[i]);                                                             \
+                        sum[i] = value < sum[i] || IS_NAN(value) ? value : sum[i];                           \
+                    }                                                                                        \
+            }                                                                                                \
+            STORED *y = (STORED *)out + first;                                                               \
+            for (size_t i = 0; i < n; i++) y[i] = STORE(sum[i]);                                             \
+        }                                                                                                    \
+    }
+
+#define RANK_SUM_SAME(x) (x)
+#define RANK_SUM_NEVER(x) 0
+#define RANK_SUM_IS_NAN(x) __builtin_isnan(x)
+RANK_SUM_DEFINE(rank_sum_int8, int8_t, int8_t, uint8_t, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_NEVER)
+RANK_SUM_DEFINE(rank_sum_uint8, uint8_t, uint8_t, uint8_t, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_NEVER)
+RANK_SUM_DEFINE(rank_sum_int32, int32_t, int32_t, uint32_t, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_NEVER)
+RANK_SUM_DEFINE(rank_sum_uint32, uint32_t, uint32_t, uint32_t, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_NEVER)
+RANK_SUM_DEFINE(rank_sum_int64, int64_t, int64_t, uint64_t, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_NEVER)
+RANK_SUM_DEFINE(rank_sum_uint64, uint64_t, uint64_t, uint64_t, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_NEVER)
+RANK_SUM_DEFINE(rank_sum_float32, float, float, float, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_IS_NAN)
+RANK_SUM_DEFINE(rank_sum_float64, double, double, double, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_IS_NAN)
+RANK_SUM_DEFINE(rank_sum_bfloat16, __nv_bfloat16, float, float, __bfloat162float, __float2bfloat16, RANK_SUM_IS_NAN)
+
+// out[i] = inputs[0][i] op inputs[1][i] op ... for `count` elements. `out` may be one of the inputs.
+static inline void rank_sum(void *out, const void *const *inputs, int ranks, size_t count, ncclDataType_t type,
+                            ncclRedOp_t op) {
+    switch (type) {
+    case ncclInt8:
+        rank_sum_int8(out, inputs, ranks, count, op);
+        break;
+    case ncclUint8:
+        rank_sum_uint8(out, inputs, ranks, count, op);
+        break;
+    case ncclInt32:
+        rank_sum_int32(out, inputs, ranks, count, op);
+        break;
+    case ncclUint32:
+        rank_sum_uint32(out, inputs, ranks, count, op);
+        break;
+    case ncclInt64:
+        rank_sum_int64(out, inputs, ranks, count, op);
+        break;
+    case ncclUint64:
+        rank_sum_uint64(out, inputs, ranks, count, op);
+        break;
+    case ncclFloat32:
+        rank_sum_float32(out, inputs, ranks, count, op);
+        break;
+    case ncclFloat64:
+        rank_sum_float64(out, inputs, ranks, count, op);
+        break;
+    case ncclBfloat16:
+        rank_sum_bfloat16(out, inputs, ranks, count, op);
+        break;
+    case ncclFloat16:
+        break; // has no size, so no collective gets here with it
+    }
+}
+
+// A collective at work: what it is and what it is told. `count` is as NCCL's call of that kind counts.
+typedef enum {
+    COLLECTIVE_ALL_REDUCE,
+    COLLECTIVE_REDUCE_SCATTER,
+    COLLECTIVE_ALL_GATHER,
+    COLLECTIVE_BROADCAST,
+    COLLECTIVE_REDUCE,
+    COLLECTIVE_SEND_RECV
+} CollectiveKind;
+
+typedef struct {
+    CollectiveKind kind;
+    int root;
+    const char *send;
+    char *recv;
+    size_t count;
+    ncclDataType_t type;
+    ncclRedOp_t op;
+} Collective;
+
+static inline const char *collective_name(CollectiveKind kind) {
+    static const char *const names[] = {"all-reduce", "reduce-scatter", "all-gather",
+                                        "broadcast",  "reduce",         "send and receive"};
+    return names[kind];
+}
+
+// The first element of slice `slice` when `count` elements are cut into `slices`; slice `slices` starts at the end.
+static inline size_t collective_slice(size_t count, int slice, int slices) {
+    return count / (size_t)slices * (size_t)slice + count % (size_t)slices * (size_t)slice / (size_t)slices;
+}
+
+#endif

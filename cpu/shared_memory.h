@@ -1,0 +1,268 @@
+// shared_memory.h: collectives among the ranks of one node, through a segment of shared memory.
+//
+// Every rank has a slot in each of three buffers. A buffer of the program goes through the slots in pieces: at step k
+// each rank copies piece k in, reduces its share of piece k - 1, and copies piece k - 2 out, then all meet at a
+// barrier. The three touch different buffers, so one barrier per piece is enough, and the pieces are small enough to
+// stay in the cache. Pieces are numbered through all collectives of a communicator, so none needs a barrier at its end:
+// a buffer is used again three pieces later, when everybody has passed the barrier behind its last use.
+#ifndef CPU_SHARED_MEMORY_H
+#define CPU_SHARED_MEMORY_H
+
+#define OMPI_SKIP_MPICXX 1
+#define MPICH_SKIP_MPICXX 1
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <mpi.h>
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#include "error.h"
+#include "machine.h"
+#include "rank_sum.h"
+
+enum {
+    SHARED_BUFFERS = 3,
+    SHARED_SLOT_BYTES = 512 << 10,      // of a rank's slot; a multiple of every element's size
+    SHARED_SEGMENT_BYTES = 48 << 20,    // slots shrink rather than that a segment passes this:
+    SHARED_SLOT_BYTES_LEAST = 16 << 10, // containers often have 64 MB in /dev/shm
+    SHARED_SPINS = 200,                 // looks before a waiting rank sleeps, with a core of its own
+};
+
+typedef struct {
+    uint64_t token; // tells this segment from any other of the same name
+    char pad0[56];
+    uint32_t arrived; // ranks at the barrier
+    char pad1[60];
+    uint32_t generation; // barriers passed
+    char pad2[60];
+} SharedControl;
+
+typedef struct {
+    int rank, ranks;
+    int spins;
+    size_t slot_bytes, mapped_bytes;
+    SharedControl *control;
+    char *slots;         // [buffer][rank][slot_bytes]
+    uint64_t piece;      // pieces so far
+    const void **inputs; // [ranks]; scratch
+} SharedMemory;
+
+// How long a rank waits for the others before it gives up, in seconds.
+static inline double *collective_timeout(void) {
+    static double seconds = 300;
+    return &seconds;
+}
+
+static inline double collective_now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+// Ends the process if it has waited too long since `begin`.
+static inline void collective_check_deadline(double begin, const Collective *collective, int rank, int ranks) {
+    double waited = collective_now() - begin;
+    if (waited < *collective_timeout()) return;
+    die("%s of %zu bytes: rank %d of the %d in this group has waited %.0f s for the others",
+        collective_name(collective->kind), collective->count * rank_sum_type_bytes(collective->type), rank, ranks,
+        waited);
+}
+
+static inline size_t shared_header_bytes(void) {
+    return 4096;
+}
+
+static inline char *shared_slot(const SharedMemory *shared, uint64_t piece, int rank) {
+    return shared->slots + ((piece % SHARED_BUFFERS) * (size_t)shared->ranks + (size_t)rank) * shared->slot_bytes;
+}
+
+static inline void shared_close(SharedMemory *shared) {
+    if (shared->control != NULL) munmap(shared->control, shared->mapped_bytes);
+    free(shared->inputs);
+    memset(shared, 0, sizeof *shared);
+}
+
+// Opens a segment for the ranks of `mpi`, which all call this. False, on all of them, if they are not on one node, or
+// if there is no room (then rank 0 says so). Nothing keeps the segment's name once it is open, so a killed run leaves
+// nothing behind.
+static inline bool shared_open(SharedMemory *shared, MPI_Comm mpi, int rank, int ranks) {
+    memset(shared, 0, sizeof *shared);
+    MPI_Comm node;
+    int on_node = 0;
+    MPI_Comm_split_type(mpi, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &node);
+    MPI_Comm_size(node, &on_node);
+    MPI_Comm_free(&node);
+    const char *wanted = getenv("TRAIN_GPT_SHARED_MEMORY");
+    int all, one = on_node == ranks && !(wanted != NULL && strcmp(wanted, "0") == 0);
+    MPI_Allreduce(&one, &all, 1, MPI_INT, MPI_MIN, mpi);
+    if (!all) return false;
+
+    shared->rank = rank;
+    shared->ranks = ranks;
+    size_t slot = (size_t)SHARED_SEGMENT_BYTES / SHARED_BUFFERS / (size_t)ranks / 4096 * 4096;
+    if (slot > SHARED_SLOT_BYTES) slot = SHARED_SLOT_BYTES;
+    if (slot < SHARED_SLOT_BYTES_LEAST) slot = SHARED_SLOT_BYTES_LEAST;
+    shared->slot_bytes = slot;
+    shared->mapped_bytes = shared_header_bytes() + SHARED_BUFFERS * (size_t)ranks * slot;
+    shared->inputs = (const void **)calloc((size_t)ranks, sizeof *shared->inputs);
+    // Spinning pays only while every rank has a core to spin on.
+    shared->spins = machine_cores() >= ranks ? SHARED_SPINS : 1;
+
+    struct {
+        char name[56];
+        uint64_t token;
+        int error; // errno of rank 0
+    } offer;
+    memset(&offer, 0, sizeof offer);
+    int file = -1;
+    if (rank == 0) {
+        struct timespec time;
+        clock_gettime(CLOCK_REALTIME, &time);
+        offer.token = (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec + ((uint64_t)getpid() << 40);
+        snprintf(offer.name, sizeof offer.name, "/train_gpt.%d.%llx", (int)getpid(), (unsigned long long)offer.token);
+        file = shm_open(offer.name, O_CREAT | O_EXCL | O_RDWR, 0600);
+        // posix_fallocate, not ftruncate: a page without room behind it would kill whoever touches it.
+        offer.error = file < 0 ? errno : posix_fallocate(file, 0, (off_t)shared->mapped_bytes);
+    }
+    MPI_Bcast(&offer, (int)sizeof offer, MPI_BYTE, 0, mpi);
+    if (rank != 0 && offer.error == 0) file = shm_open(offer.name, O_RDWR, 0);
+    void *mapping = MAP_FAILED;
+    if (file >= 0 && offer.error == 0)
+        mapping = mmap(NULL, shared->mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file, 0);
+    if (file >= 0) close(file);
+    one = mapping != MAP_FAILED && shared->inputs != NULL;
+    if (mapping != MAP_FAILED) {
+        shared->control = (SharedControl *)mapping;
+        shared->slots = (char *)mapping + shared_header_bytes();
+        if (rank == 0) __atomic_store_n(&shared->control->token, offer.token, __ATOMIC_RELEASE);
+    }
+    MPI_Barrier(mpi);
+    if (one) one = __atomic_load_n(&shared->control->token, __ATOMIC_ACQUIRE) == offer.token;
+    MPI_Allreduce(&one, &all, 1, MPI_INT, MPI_MIN, mpi);
+    if (rank == 0 && offer.name[0] != '\0') shm_unlink(offer.name);
+    if (all) return true;
+    if (rank == 0)
+        fprintf(stderr, "train_gpt: note: no shared memory for %d ranks (%.0f MB in /dev/shm: %s); using plain MPI\n",
+                ranks, (double)shared->mapped_bytes / 1e6,
+                offer.error != 0 ? strerror(offer.error) : "not shared by all of them");
+    shared_close(shared);
+    return false;
+}
+
+// Returns when all ranks have come. The last one wakes the others, who look for a moment and then sleep, so that ranks
+// that outnumber the cores give way.
+static inline void shared_barrier(SharedMemory *shared, const Collective *collective) {
+    SharedControl *control = shared->control;
+    uint32_t generation = __atomic_load_n(&control->generation, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&control->arrived, 1, __ATOMIC_ACQ_REL) == (uint32_t)shared->ranks) {
+        __atomic_store_n(&control->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&control->generation, generation + 1, __ATOMIC_RELEASE);
+        syscall(SYS_futex, &control->generation, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+        return;
+    }
+    for (int spin = 0; spin < shared->spins; spin++) {
+        if (__atomic_load_n(&control->generation, __ATOMIC_ACQUIRE) != generation) return;
+        sched_yield();
+    }
+    double begin = collective_now();
+    while (__atomic_load_n(&control->generation, __ATOMIC_ACQUIRE) == generation) {
+        collective_check_deadline(begin, collective, shared->rank, shared->ranks);
+        struct timespec pause = {0, 200000000};
+        syscall(SYS_futex, &control->generation, FUTEX_WAIT, generation, &pause, NULL, 0);
+    }
+}
+
+// All-reduce, or reduce to a root. The result of a piece is put together in rank 0's slot.
+static inline void shared_all_reduce(SharedMemory *shared, const Collective *c) {
+    size_t size = rank_sum_type_bytes(c->type), most = shared->slot_bytes / size;
+    size_t pieces = (c->count + most - 1) / most;
+    bool receives = c->kind == COLLECTIVE_ALL_REDUCE || c->root == shared->rank;
+    for (size_t k = 0; k < pieces + 2; k++) {
+        if (k < pieces) {
+            size_t first = k * most, n = collective_piece(c->count, first, most);
+            memcpy(shared_slot(shared, shared->piece + k, shared->rank), c->send + first * size, n * size);
+        }
+        if (k >= 1 && k - 1 < pieces) {
+            size_t first = (k - 1) * most, n = collective_piece(c->count, first, most);
+            size_t begin = collective_slice(n, shared->rank, shared->ranks);
+            size_t end = collective_slice(n, shared->rank + 1, shared->ranks);
+            for (int rank = 0; rank < shared->ranks; rank++)
+                shared->inputs[rank] = shared_slot(shared, shared->piece + k - 1, rank) + begin * size;
+            rank_sum((void *)shared->inputs[0], shared->inputs, shared->ranks, end - begin, c->type, c->op);
+        }
+        if (k >= 2 && receives) {
+            size_t first = (k - 2) * most, n = collective_piece(c->count, first, most);
+            memcpy(c->recv + first * size, shared_slot(shared, shared->piece + k - 2, 0), n * size);
+        }
+        if (k < pieces + 1) shared_barrier(shared, c);
+    }
+    shared->piece += pieces;
+}
+
+// A slot holds a piece for every other rank; the rank's own part is read where it is.
+static inline void shared_reduce_scatter(SharedMemory *shared, const Collective *c) {
+    size_t size = rank_sum_type_bytes(c->type), most = shared->slot_bytes / size / (size_t)shared->ranks;
+    size_t pieces = (c->count + most - 1) / most;
+    for (size_t k = 0; k < pieces + 1; k++) {
+        if (k < pieces) {
+            size_t first = k * most, n = collective_piece(c->count, first, most);
+            char *slot = shared_slot(shared, shared->piece + k, shared->rank);
+            for (int rank = 0; rank < shared->ranks; rank++)
+                if (rank != shared->rank)
+                    memcpy(slot + (size_t)rank * most * size, c->send + ((size_t)rank * c->count + first) * size,
+                           n * size);
+        }
+        if (k >= 1) {
+            size_t first = (k - 1) * most, n = collective_piece(c->count, first, most);
+            for (int rank = 0; rank < shared->ranks; rank++)
+                shared->inputs[rank] =
+                    shared_slot(shared, shared->piece + k - 1, rank) + (size_t)shared->rank * most * size;
+            shared->inputs[shared->rank] = c->send + ((size_t)shared->rank * c->count + first) * size;
+            rank_sum(c->recv + first * size, shared->inputs, shared->ranks, n, c->type, c->op);
+        }
+        if (k < pieces) shared_barrier(shared, c);
+    }
+    shared->piece += pieces;
+}
+
+// All-gather, and broadcast, which is an all-gather in which only the root has something to give.
+static inline void shared_all_gather(SharedMemory *shared, const Collective *c) {
+    size_t bytes = c->count * rank_sum_type_bytes(c->type), most = shared->slot_bytes;
+    size_t pieces = (bytes + most - 1) / most;
+    bool broadcast = c->kind == COLLECTIVE_BROADCAST;
+    bool gives = !broadcast || c->root == shared->rank;
+    char *own = c->recv + (broadcast ? 0 : (size_t)shared->rank * bytes);
+    if (gives && own != c->send) memcpy(own, c->send, bytes);
+    for (size_t k = 0; k < pieces + 1; k++) {
+        if (k < pieces && gives) {
+            size_t first = k * most, n = collective_piece(bytes, first, most);
+            memcpy(shared_slot(shared, shared->piece + k, shared->rank), own + first, n);
+        }
+        if (k >= 1) {
+            size_t first = (k - 1) * most, n = collective_piece(bytes, first, most);
+            for (int rank = 0; rank < shared->ranks; rank++)
+                if (rank != shared->rank && (!broadcast || rank == c->root))
+                    memcpy(c->recv + (broadcast ? 0 : (size_t)rank * bytes) + first,
+                           shared_slot(shared, shared->piece + k - 1, rank), n);
+        }
+        if (k < pieces) shared_barrier(shared, c);
+    }
+    shared->piece += pieces;
+}
+
+static inline void shared_collective(SharedMemory *shared, const Collective *c) {
+    if (c->kind == COLLECTIVE_ALL_REDUCE || c->kind == COLLECTIVE_REDUCE)
+        shared_all_reduce(shared, c);
+    else if (c->kind == COLLECTIVE_REDUCE_SCATTER)
+        shared_reduce_scatter(shared, c);
+    else
+        shared_all_gather(shared, c);
+}
+
+#endif
