@@ -308,6 +308,12 @@ static void test_distribution(void **state) {
     // Ties with the k-th take part: the same chances for equal logits.
     static const float ties[6] = {1.0f, 0.0f, 1.0f, 1.0f, -1.0f, 2.0f};
     check_distribution(ties, 6, 1.0, 2, 31.8);
+    // What is not a number is never drawn and takes no one's place among the top_k.
+    static const float holes[5] = {1.0f, 2.0f, NAN, 1.5f, NAN};
+    int drawn[5] = {0};
+    for (uint64_t n = 0; n < 1000; n++) drawn[sample_token(holes, 5, 1.0, 4, 1, n)]++;
+    assert_int_equal(drawn[2] + drawn[4], 0);
+    assert_true(drawn[0] > 100 && drawn[1] > 300 && drawn[3] > 200); // 186, 506, 307 are expected
     // Far from zero nothing overflows.
     float large[9];
     for (int i = 0; i < 9; i++) large[i] = logits[i] + 4096.0f;
