@@ -1,0 +1,297 @@
+// launch.h: a process's place among the ranks, starting the ranks of this machine, and stopping in time.
+//
+// A rank learns its place from the variables of whatever started it: Open MPI's mpirun, srun, MPICH's mpirun, or
+// RANK and WORLD_SIZE as torchrun sets them. `--nproc N` at a prompt starts nothing by hand: launch_ranks() runs Open
+// MPI's mpirun on this machine, passes signals on and returns the run's own exit code.
+//
+// Stopping: SIGTERM, SIGINT or SIGUSR1 ask a rank to end after its step with EXIT_STOPPED. The launcher turns all three
+// into SIGUSR1, which mpirun hands to the ranks, and repeats it every second, as mpirun loses what arrives while it
+// starts. So a rank takes any number of SIGUSR1 as one; a second SIGTERM or SIGINT ends it at once, with 128 + signal.
+#ifndef LAUNCH_H
+#define LAUNCH_H
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <omp.h>
+#include <signal.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <time.h>
+#include "cpu/machine.h"
+#include "error.h"
+
+typedef struct {
+    int rank, world_size;
+    int local_rank, local_size; // among the ranks of this machine
+    bool launched;              // one of several ranks that something else started; else free to start some
+} Place;
+
+// Set to the launcher's process id in the ranks that launch_ranks() starts.
+#define LAUNCH_MARK "TRAIN_GPT_LAUNCHER"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The place
+
+// Reads a whole number from low to high from a variable. What may follow it: SLURM_STEP_TASKS_PER_NODE has a tail,
+// "2(x3),1" for two tasks on each of three nodes and one on the next; the first node's number is taken.
+static inline bool place_number(const char *variable, int low, int high, const char *tail, int *number, Error *error) {
+    const char *text = getenv(variable);
+    if (text == NULL) return error_set(error, "%s is not set, though other variables of a rank are", variable);
+    char *end = NULL;
+    errno = 0;
+    long long value = strtoll(text, &end, 10);
+    if (end == text || (*end != '\0' && strchr(tail, *end) == NULL) || errno != 0 || value < low || value > high)
+        return error_set(error, "%s is \"%.40s\", a whole number from %d to %d is needed", variable, text, low, high);
+    *number = (int)value;
+    return true;
+}
+
+// What a launcher calls a rank's numbers. The local ones may be missing (NULL): one machine.
+typedef struct {
+    const char *rank, *world_size, *local_rank, *local_size;
+} PlaceVariables;
+
+static inline const PlaceVariables *place_variables(Error *error) {
+    static const PlaceVariables open_mpi = {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                                            "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"};
+    static const PlaceVariables slurm = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
+                                         "SLURM_STEP_TASKS_PER_NODE"};
+    static const PlaceVariables pmi = {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"};
+    static const PlaceVariables torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
+    if (getenv("OMPI_COMM_WORLD_RANK") != NULL) return &open_mpi;
+    // A batch script's own shell has SLURM_PROCID too. What srun starts with MPI support also has a rank in PMI or
+    // PMIx.
+    bool step = getenv("SLURM_PROCID") != NULL && getenv("SLURM_STEP_NUM_TASKS") != NULL;
+    if (step && (getenv("PMIX_RANK") != NULL || getenv("PMI_RANK") != NULL)) return &slurm;
+    int tasks = 1;
+    if (step && place_number("SLURM_STEP_NUM_TASKS", 1, INT_MAX, "", &tasks, error) && tasks > 1)
+        error_set(error, "srun started %d tasks without MPI support, so they cannot meet; use srun --mpi=pmix", tasks);
+    if (getenv("PMI_RANK") != NULL && getenv("PMI_SIZE") != NULL) return &pmi;
+    if (getenv("RANK") != NULL && getenv("WORLD_SIZE") != NULL) return &torchrun;
+    return NULL;
+}
+
+// This process's place. One of several ranks is made known to error.h, and dies with what started it.
+// error->text is set where the variables make no sense.
+static inline Place place_from_environment(Error *error) {
+    Place place = {0, 1, 0, 1, false};
+    const PlaceVariables *names = place_variables(error);
+    if (names == NULL) {
+        if (getenv(LAUNCH_MARK) != NULL)
+            error_set(error, "mpirun started a rank without telling it its place; is it Open MPI's mpirun?");
+        return place;
+    }
+    if (!place_number(names->world_size, 1, INT_MAX, "", &place.world_size, error) ||
+        !place_number(names->rank, 0, place.world_size - 1, "", &place.rank, error))
+        return place;
+    place.local_rank = place.rank;
+    place.local_size = place.world_size;
+    const char *local_size = getenv(names->local_size);
+    if (local_size != NULL) place_number(names->local_size, 1, place.world_size, "(,", &place.local_size, error);
+    const bool varies = local_size != NULL && strchr(local_size, ',') != NULL; // then other nodes may have more ranks
+    if (getenv(names->local_rank) != NULL)
+        place_number(names->local_rank, 0, (varies ? place.world_size : place.local_size) - 1, "", &place.local_rank,
+                     error);
+    // A world of one, as a plain `srun -n 1` makes, leaves --nproc free to start ranks.
+    place.launched = place.world_size > 1;
+    if (place.launched) {
+        error_identify(place.rank, place.world_size);
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+    }
+    return place;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Threads
+
+// Unless OMP_NUM_THREADS says otherwise, ranks share the cores of their machine, each with at least one thread. A rank
+// that was bound has fewer cores than its parent, and those are its own.
+static inline void set_threads(const Place *place) {
+    if (getenv("OMP_NUM_THREADS") != NULL) return;
+    cpu_set_t own, parent;
+    const bool bound = place->launched && sched_getaffinity(0, sizeof own, &own) == 0 &&
+                       sched_getaffinity(getppid(), sizeof parent, &parent) == 0 &&
+                       CPU_COUNT(&own) < CPU_COUNT(&parent);
+    const int threads = machine_cores() / (bound ? 1 : place->local_size);
+    omp_set_num_threads(threads < 1 ? 1 : threads);
+}
+
+// Threads that this process computes with.
+static inline int place_threads(void) {
+    return omp_get_max_threads();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Stopping a rank
+
+static inline volatile sig_atomic_t *stop_flag(void) {
+    static volatile sig_atomic_t flag = 0;
+    return &flag;
+}
+
+static inline void stop_handler(int number) {
+    if (*stop_flag() == 2 && number != SIGUSR1) _exit(128 + number);
+    if (number != SIGUSR1)
+        *stop_flag() = 2;
+    else if (*stop_flag() == 0)
+        *stop_flag() = 1;
+}
+
+// From now on SIGTERM, SIGINT and SIGUSR1 are noted for stop_requested(), in the same source file as this call.
+static inline void stop_on_signals(void) {
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = stop_handler;
+    action.sa_flags = SA_RESTART;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGTERM, &action, NULL);
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGUSR1, &action, NULL);
+}
+
+// Whether this rank was asked to stop. Signals reach ranks at different moments: they have to agree.
+static inline int stop_requested(void) {
+    return *stop_flag() != 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Starting ranks
+
+// The environment that mpirun and the ranks get: nothing of a surrounding batch job or mpirun, which would send ranks
+// elsewhere; and what Open MPI needs to work as root, in containers, and on one machine.
+static inline void launch_environment(int nproc) {
+    extern char **environ;
+    static const char *const foreign[] = {"SLURM_", "PMI_", "PMIX_", "PRTE_", "OMPI_"};
+    const bool nested = getenv("OMPI_COMM_WORLD_RANK") != NULL; // then OMPI_MCA_ variables are mpirun's, not the user's
+    for (char **variable = environ; *variable != NULL;) {
+        char name[256];
+        bool drop = false;
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(*variable, "="), *variable);
+        for (size_t i = 0; i < sizeof foreign / sizeof foreign[0]; i++)
+            drop = drop || strncmp(name, foreign[i], strlen(foreign[i])) == 0;
+        if (strncmp(name, "OMPI_MCA_", 9) == 0) drop = nested;
+        if (drop && unsetenv(name) == 0)
+            variable = environ; // unsetenv has moved the others
+        else
+            variable++;
+    }
+    const int cores = machine_cores();
+    char number[16];
+    snprintf(number, sizeof number, "%d", cores / nproc > 1 ? cores / nproc : 1);
+    setenv("OMP_NUM_THREADS", number, 0);
+    snprintf(number, sizeof number, "%d", (int)getppid());
+    setenv(LAUNCH_MARK, number, 1);
+    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
+    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
+    setenv("OMPI_MCA_plm", "isolated", 1); // no remote machines: needs no ssh
+    setenv("OMPI_MCA_ras", "^slurm,tm,lsf,alps,gridengine", 1);
+    setenv("OMPI_MCA_orte_default_hostfile", "none", 1);
+    setenv("OMPI_MCA_orte_execute_quiet", "1", 1);
+    setenv("OMPI_MCA_btl", "self,vader", 0);
+    setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0); // containers forbid reading another process's memory
+    if (nproc >= cores) setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
+}
+
+// In the forked process: becomes mpirun. Returns only if there is none.
+static inline void launch_exec(pid_t launcher, char *const *arguments) {
+    setpgid(0, 0);                    // Ctrl-C is for the launcher, which passes it on
+    prctl(PR_SET_PDEATHSIG, SIGTERM); // mpirun then ends the ranks and removes its files
+    if (getppid() != launcher) _exit(EXIT_RUN);
+    const int null = open("/dev/null", O_RDONLY);
+    if (null >= 0) dup2(null, STDIN_FILENO);
+    signal(SIGTERM, SIG_DFL);
+    signal(SIGINT, SIG_DFL);
+    signal(SIGUSR1, SIG_IGN); // until mpirun listens: it must not die of what it is to pass on
+    sigset_t none;
+    sigemptyset(&none);
+    sigprocmask(SIG_SETMASK, &none, NULL);
+    execvp("mpirun.openmpi", arguments); // Debian's name where several MPIs are installed
+    execvp("mpirun", arguments);
+}
+
+// Waits for mpirun, passing signals on. Returns its wait status; *asked: the run was asked to stop; *killed: the signal
+// that, coming after another, ended it at once.
+static inline int launch_wait(pid_t mpirun, const sigset_t *signals, bool *asked, int *killed) {
+    const struct timespec second = {1, 0};
+    int status = 0, stops = 0, seconds = 0;
+    while (waitpid(mpirun, &status, WNOHANG) == 0) {
+        const int number = sigtimedwait(signals, NULL, &second);
+        if (number == SIGCHLD) continue;
+        if (number > 0) *asked = true;
+        if (number == SIGTERM || number == SIGINT) stops++;
+        if (stops > 1 && *killed == 0) {
+            *killed = number;
+            kill(mpirun, SIGTERM); // it ends the ranks within its second of grace
+        } else if (*killed != 0) {
+            if (number < 0 && ++seconds == 3) kill(mpirun, SIGKILL); // the ranks die with it
+        } else if (*asked) {
+            kill(mpirun, SIGUSR1);
+        }
+    }
+    return status;
+}
+
+// Starts nproc ranks of this program with these arguments on this machine and waits for them. Returns the run's exit
+// code: that of the rank that failed first; EXIT_RUN if it died of a signal; EXIT_INPUT if there is no mpirun.
+static inline int launch_ranks(int nproc, char **argv) {
+    char program[PATH_MAX], ranks[16], host[32];
+    const ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
+    if (length < 0) die("/proc/self/exe: %s", strerror(errno));
+    program[length] = '\0';
+    snprintf(ranks, sizeof ranks, "%d", nproc);
+    snprintf(host, sizeof host, "localhost:%d", nproc);
+    const char *const options[] = {"mpirun", "--host", host, "--bind-to", "none", "-n", ranks, program};
+    const int option_count = (int)(sizeof options / sizeof options[0]);
+    int argc = 0;
+    while (argv[argc] != NULL) argc++;
+    char **arguments = (char **)calloc((size_t)(option_count + argc + 1), sizeof(char *));
+    int failure[2]; // carries errno when there is no mpirun
+    if (arguments == NULL || pipe2(failure, O_CLOEXEC) != 0) die("mpirun: %s", strerror(errno));
+    for (int i = 0; i < option_count; i++) arguments[i] = (char *)options[i];
+    for (int i = 1; i < argc; i++) arguments[option_count + i - 1] = argv[i];
+
+    sigset_t signals;
+    sigemptyset(&signals);
+    sigaddset(&signals, SIGTERM);
+    sigaddset(&signals, SIGINT);
+    sigaddset(&signals, SIGUSR1);
+    sigaddset(&signals, SIGCHLD);
+    signal(SIGCHLD, SIG_DFL);
+    sigprocmask(SIG_BLOCK, &signals, NULL);
+    fflush(NULL);
+    const pid_t launcher = getpid(), mpirun = fork();
+    if (mpirun < 0) die("fork: %s", strerror(errno));
+    if (mpirun == 0) {
+        launch_environment(nproc);
+        launch_exec(launcher, arguments);
+        const int reason = errno;
+        if (write(failure[1], &reason, sizeof reason) < 0) _exit(EXIT_RUN);
+        _exit(EXIT_INPUT);
+    }
+    free(arguments);
+    close(failure[1]);
+    int reason = 0, killed = 0;
+    bool asked = false;
+    if (read(failure[0], &reason, sizeof reason) != (ssize_t)sizeof reason) reason = 0;
+    close(failure[0]);
+    const int status = launch_wait(mpirun, &signals, &asked, &killed);
+    if (reason != 0) {
+        fprintf(stderr,
+                "train_gpt: error: --nproc %d needs Open MPI's mpirun, which cannot be started (%s): install the "
+                "package openmpi-bin, or use --nproc 1\n",
+                nproc, strerror(reason));
+        return EXIT_INPUT;
+    }
+    if (killed != 0) return 128 + killed;
+    const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    if (code <= 128) return code;
+    if (asked && code == 128 + SIGUSR1) return EXIT_STOPPED; // before the ranks listened: nothing was there to save
+    fprintf(stderr, "train_gpt: %s was ended by signal %d (%s)\n", WIFEXITED(status) ? "a rank" : "mpirun", code - 128,
+            strsignal(code - 128));
+    return EXIT_RUN;
+}
+
+#endif
