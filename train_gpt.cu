@@ -110,7 +110,7 @@ static void sample(Trainer *trainer, const Config *config, const Tokenizer *toke
 
 DECLARE_TRAINER(TRAIN) {
     Error error = {""};
-    const int threads = set_threads(place);
+    set_threads(place);
     cudaStream_t compute, communication;
     cuda_check(cudaSetDevice(place->local_rank));
     int least = 0, greatest = 0;
@@ -140,7 +140,7 @@ DECLARE_TRAINER(TRAIN) {
     zero_init_params(&trainer.zero, (uint64_t)config->seed);
     struct cudaDeviceProp device;
     cuda_check(cudaGetDeviceProperties(&device, place->local_rank));
-    log_header(&log, &trainer, device.name, threads, inputs.train.tokens,
+    log_header(&log, &trainer, device.name, place_threads(), inputs.train.tokens,
                inputs.validates ? validation.tokens : 0);
 
     AdamW hyper;
@@ -261,8 +261,8 @@ static bool check_inputs(const Config *config, Error *error) {
     return ok;
 }
 
-// Keeps what is freed in the heap, so that libraries that allocate and free large buffers in every step (oneDNN, MPI) do
-// not fault the pages in each time: that can cost more than the work itself.
+// Keeps what is freed in the heap, so that libraries that allocate and free large buffers in every step (oneDNN, MPI)
+// do not fault the pages in each time: that can cost more than the work itself.
 static void keep_heap(void) {
     mallopt(M_MMAP_MAX, 0);
     mallopt(M_TRIM_THRESHOLD, -1);
@@ -285,7 +285,7 @@ int main(int argc, char **argv) {
     }
     const int world_size = place.launched ? place.world_size : (int)config.nproc;
     if (!config_check(&config, world_size, &error) || !check_inputs(&config, &error)) die_input(&error);
-    if (!place.launched && world_size > 1) return launch_ranks(&config, world_size, argc, argv);
+    if (!place.launched && world_size > 1) return launch_ranks(world_size, argv);
     config.nproc = world_size;
     if (strcmp(config.precision, "fp32") == 0) return train_fp32(&config, &place);
     if (strcmp(config.gradient_dtype, "fp32") == 0) return train_bf16_gradfp32(&config, &place);

@@ -127,9 +127,9 @@ static inline void zero_free(Zero *zero) {
 // Fills the masters and the parameters with GPT-2's initialisation. Every element depends on (seed, tensor, global
 // index) alone.
 static inline void zero_init_params(Zero *zero, uint64_t seed) {
-    enum { CHUNK = 1 << 18 };
-    float *values = (float *)malloc(CHUNK * sizeof(float));
-    floatX *rounded = (floatX *)malloc(CHUNK * sizeof(floatX));
+    const size_t most = 1 << 18; // elements at a time
+    float *values = (float *)malloc(most * sizeof(float));
+    floatX *rounded = (floatX *)malloc(most * sizeof(floatX));
     if (values == NULL || rounded == NULL) die("no room to initialise parameters");
     for (int u = 0; u < zero->layout->n_units; u++) {
         const Unit *unit = &zero->layout->units[u];
@@ -139,8 +139,8 @@ static inline void zero_init_params(Zero *zero, uint64_t seed) {
             const uint64_t key = random_key(seed, RANDOM_INIT, (uint64_t)tensor->id, 0);
             TensorRun run;
             for (size_t r = 0; tensor_run(tensor, r, &run); r++) {
-                for (size_t done = 0; done < run.count; done += CHUNK) {
-                    const size_t count = run.count - done < CHUNK ? run.count - done : CHUNK;
+                for (size_t done = 0; done < run.count; done += most) {
+                    const size_t count = run.count - done < most ? run.count - done : most;
                     const size_t to = unit->offset + tensor->offset + run.local + done;
 #pragma omp parallel for
                     for (size_t i = 0; i < count; i++) {
@@ -261,9 +261,9 @@ static inline StepResult zero_step(Zero *zero, AdamW *hyper, double grad_clip, d
 // global index and the bits of the fp32 value. A sum does not depend on the order, so neither on how it is sharded:
 // every rank hashes the shards it answers for.
 static inline uint64_t zero_params_hash(Zero *zero) {
-    enum { CHUNK = 1 << 18 };
-    floatX *rounded = (floatX *)malloc(CHUNK * sizeof(floatX));
-    float *values = (float *)malloc(CHUNK * sizeof(float));
+    const size_t most = 1 << 18; // elements at a time
+    floatX *rounded = (floatX *)malloc(most * sizeof(floatX));
+    float *values = (float *)malloc(most * sizeof(float));
     uint64_t hash = 0;
     if (rounded == NULL || values == NULL) die("no room to hash parameters");
     cuda_check(cudaStreamSynchronize(zero->compute));
@@ -280,7 +280,7 @@ static inline uint64_t zero_params_hash(Zero *zero) {
                 size_t at = begin > shard.first ? begin : shard.first;
                 const size_t stop = end < shard.first + shard.count ? end : shard.first + shard.count;
                 while (at < stop) {
-                    const size_t count = stop - at < CHUNK ? stop - at : CHUNK;
+                    const size_t count = stop - at < most ? stop - at : most;
                     if (zero->master != NULL) {
                         cuda_check(cudaMemcpy(values, zero->master + unit->offset + at, count * sizeof(float),
                                               cudaMemcpyDeviceToHost));
