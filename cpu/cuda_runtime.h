@@ -143,50 +143,34 @@ static inline cudaError_t cudaGetLastError(void) {
     return cpu_sticky_error() != cudaSuccess ? cpu_sticky_error() : status;
 }
 
-static inline const char *cudaGetErrorName(cudaError_t status) {
-    switch (status) {
-    case cudaSuccess:
-        return "cudaSuccess";
-    case cudaErrorInvalidValue:
-        return "cudaErrorInvalidValue";
-    case cudaErrorMemoryAllocation:
-        return "cudaErrorMemoryAllocation";
-    case cudaErrorInitializationError:
-        return "cudaErrorInitializationError";
-    case cudaErrorInvalidDevice:
-        return "cudaErrorInvalidDevice";
-    case cudaErrorInvalidResourceHandle:
-        return "cudaErrorInvalidResourceHandle";
-    case cudaErrorNotReady:
-        return "cudaErrorNotReady";
-    case cudaErrorLaunchFailure:
-        return "cudaErrorLaunchFailure";
-    default:
-        return "cudaErrorUnknown";
-    }
+typedef struct {
+    cudaError_t status;
+    const char *name, *text;
+} CpuErrorText;
+
+static inline const CpuErrorText *cpu_error_text(cudaError_t status) {
+    static const CpuErrorText texts[] = {
+        {cudaSuccess, "cudaSuccess", "no error"},
+        {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
+        {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
+        {cudaErrorInitializationError, "cudaErrorInitializationError", "initialization error"},
+        {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device number"},
+        {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid stream or event"},
+        {cudaErrorNotReady, "cudaErrorNotReady", "not finished yet"},
+        {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "an operation on a stream failed"},
+        {cudaErrorUnknown, "cudaErrorUnknown", "unknown error"},
+    };
+    size_t last = sizeof texts / sizeof texts[0] - 1;
+    for (size_t i = 0; i < last; i++)
+        if (texts[i].status == status) return &texts[i];
+    return &texts[last];
 }
 
+static inline const char *cudaGetErrorName(cudaError_t status) {
+    return cpu_error_text(status)->name;
+}
 static inline const char *cudaGetErrorString(cudaError_t status) {
-    switch (status) {
-    case cudaSuccess:
-        return "no error";
-    case cudaErrorInvalidValue:
-        return "invalid argument";
-    case cudaErrorMemoryAllocation:
-        return "out of memory";
-    case cudaErrorInitializationError:
-        return "initialization error";
-    case cudaErrorInvalidDevice:
-        return "invalid device number";
-    case cudaErrorInvalidResourceHandle:
-        return "invalid stream or event";
-    case cudaErrorNotReady:
-        return "not finished yet";
-    case cudaErrorLaunchFailure:
-        return "an operation on a stream failed";
-    default:
-        return "unknown error";
-    }
+    return cpu_error_text(status)->text;
 }
 
 // ------------------------------------------------------------------------------------------------------------ device
@@ -381,6 +365,7 @@ static inline cudaError_t cpu_stream_wait(cudaStream_t stream, CpuTicket ticket)
 
 static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     if (stream == NULL || (flags & ~(unsigned)cudaStreamNonBlocking) != 0) return cpu_result(cudaErrorInvalidValue);
+    *stream = NULL;
     CpuDevice *device = cpu_device();
     bool worker = (flags & cudaStreamNonBlocking) != 0;
     pthread_mutex_lock(&device->mutex);
@@ -537,6 +522,7 @@ static inline cudaError_t cudaMemset(void *destination, int value, size_t bytes)
 
 static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     if (event == NULL) return cpu_result(cudaErrorInvalidValue);
+    *event = NULL;
     CpuDevice *device = cpu_device();
     pthread_mutex_lock(&device->mutex);
     cudaEvent_t created = device->free_events;
