@@ -71,16 +71,19 @@ ONCE := $(filter-out $(PER_PRECISION),$(wildcard test/unit/test_*.c))
 UNIT_TESTS := $(ONCE:test/unit/%.c=$(BUILD)/test/%) \
               $(foreach p,$(PRECISIONS),$(PER_PRECISION:test/unit/%.c=$(BUILD)/test/%_$(p)))
 
+# TEST_DIR: where tests find their files, from whatever directory they are run.
+UNIT_FLAGS := -Itest/unit -DTEST_DIR='"$(CURDIR)/test"'
+
 unit: $(UNIT_TESTS)
 
 define per_precision_rule
 $(BUILD)/test/%_$(1): test/unit/%.c Makefile | $(BUILD)/test
-	$$(COMPILE) $$(DEFINE_$(1)) -Itest/unit -o $$@ $$< -lcmocka $$(LIBRARIES)
+	$$(COMPILE) $$(DEFINE_$(1)) $$(UNIT_FLAGS) -o $$@ $$< -lcmocka $$(LIBRARIES)
 endef
 $(foreach p,$(PRECISIONS),$(eval $(call per_precision_rule,$(p))))
 
 $(BUILD)/test/%: test/unit/%.c Makefile | $(BUILD)/test
-	$(COMPILE) -Itest/unit -o $@ $< -lcmocka $(LIBRARIES)
+	$(COMPILE) $(UNIT_FLAGS) -o $@ $< -lcmocka $(LIBRARIES)
 
 test:
 	bash scripts/test.sh
