@@ -322,6 +322,7 @@ static inline bool loader_check_step(const Dataset *data, int sequence_length, i
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation: the whole split, in order
 
+// Must not be moved while open.
 typedef struct {
     Windows windows; // the last, partial ones of each shard too
     WindowReader reader;

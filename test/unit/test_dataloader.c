@@ -5,10 +5,10 @@
 #include <cmocka.h>
 #include "dataloader.h"
 
-static char folder[64];
+static char folder[256];
 
 static char *in_folder(const char *name) {
-    static char paths[8][256];
+    static char paths[8][512];
     static int next;
     char *path = paths[next++ % 8];
     snprintf(path, sizeof paths[0], "%s/%s", folder, name);
@@ -122,7 +122,7 @@ static void test_unreadable(void **state) {
     write_file("secret.txt", "text", 4);
     assert_int_equal(chmod(in_folder("secret.txt"), 0), 0);
     bool root = geteuid() == 0; // root may read everything: be someone else for a moment
-    if (root) assert_int_equal(seteuid(65534), 0);
+    if (root && seteuid(65534) != 0) skip();
     expect_open_error("secret.txt", "Permission denied");
     if (root) assert_int_equal(seteuid(0), 0);
 }
@@ -750,14 +750,14 @@ static void test_validation_too_short(void **state) {
 static int make_folder(void **state) {
     (void)state;
     const char *base = getenv("TMPDIR");
-    snprintf(folder, sizeof folder, "%.40s/test_dataXXXXXX", base != NULL && base[0] != '\0' ? base : "/tmp");
+    snprintf(folder, sizeof folder, "%.200s/test_dataXXXXXX", base != NULL && base[0] != '\0' ? base : "/tmp");
     if (mkdtemp(folder) == NULL) return -1;
     return chmod(folder, 0755);
 }
 
 static int remove_folder(void **state) {
     (void)state;
-    char command[128];
+    char command[300];
     snprintf(command, sizeof command, "rm -rf '%s'", folder);
     return system(command);
 }

@@ -5,7 +5,7 @@
 #include <cmocka.h>
 #include "tokenizer.h"
 
-static char path[64];
+static char path[256];
 
 typedef struct {
     unsigned char bytes[4096];
@@ -356,7 +356,7 @@ static void test_threshold(void **state) {
 static int make_path(void **state) {
     (void)state;
     const char *base = getenv("TMPDIR");
-    snprintf(path, sizeof path, "%.36s/test_tokenizerXXXXXX", base != NULL && base[0] != '\0' ? base : "/tmp");
+    snprintf(path, sizeof path, "%.200s/test_tokenizerXXXXXX", base != NULL && base[0] != '\0' ? base : "/tmp");
     int fd = mkstemp(path);
     return fd < 0 ? -1 : close(fd);
 }
