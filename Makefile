@@ -42,6 +42,7 @@ else
 $(error DEVICE=$(DEVICE) is not one of: cpu cuda)
 endif
 
+MAKEFLAGS += --no-builtin-rules
 OBJECTS := $(BUILD)/main.o $(PRECISIONS:%=$(BUILD)/train_%.o)
 
 ifeq ($(DEVICE),cuda)
@@ -59,7 +60,7 @@ $(BUILD)/train_gpt: $(OBJECTS)
 $(BUILD)/main.o: train_gpt.cu Makefile | $(BUILD)/test
 	$(COMPILE) -c -o $@ $<
 
-$(BUILD)/train_%.o: train_gpt.cu Makefile | $(BUILD)/test
+$(PRECISIONS:%=$(BUILD)/train_%.o): $(BUILD)/train_%.o: train_gpt.cu Makefile | $(BUILD)/test
 	$(COMPILE) $(DEFINE_$*) -c -o $@ $<
 
 $(BUILD)/test:
