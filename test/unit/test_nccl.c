@@ -37,9 +37,8 @@ static const ncclRedOp_t ops[] = {ncclSum, ncclProd, ncclMax, ncclMin};
 
 // Element i of rank r's input of a test numbered `salt`. Magnitudes differ by up to 2^12, so the order of a sum shows.
 static void input_element(void *out, ncclDataType_t type, int r, uint64_t salt, size_t i) {
-    Random4 u = random4(random_key(salt, RANDOM_INIT, (uint64_t)r, 0), i);
-    double real = ldexp((double)random_uniform(u.word[0]) * 2 - 1, (int)(u.word[1] % 12));
-    uint64_t whole = u.word[0] | (uint64_t)u.word[1] << 32;
+    uint64_t whole = random_mix(salt * 1000003 + (uint64_t)r + ((uint64_t)i << 32));
+    double real = (double)((int64_t)(whole & 0xffffff) - 0x800000) * (double)(1 << (whole >> 32) % 12) * 0x1p-23;
     float single = (float)real;
     __nv_bfloat16 half = __float2bfloat16(single);
     switch (type) {
@@ -248,9 +247,11 @@ static void the_world_opens(void **state) {
     assert_int_equal(over_mpi->shared.ranks, 0);
     if (ranks > 1 && world->shared.ranks == 0) print_message("shared memory is not tested: there is none\n");
     ncclComm_t wrong;
-    assert_int_equal(ncclCommInitRank(&wrong, ranks + 1, id, rank), ncclInvalidArgument);
-    assert_non_null(strstr(ncclGetLastError(NULL), "MPI started this process as"));
-    if (ranks > 1) assert_int_equal(ncclCommInitRank(&wrong, ranks, id, (rank + 1) % ranks), ncclInvalidArgument);
+    if (ranks > 1) {
+        assert_int_equal(ncclCommInitRank(&wrong, ranks + 1, id, rank), ncclInvalidArgument);
+        assert_non_null(strstr(ncclGetLastError(NULL), "MPI started this process as"));
+        assert_int_equal(ncclCommInitRank(&wrong, ranks, id, (rank + 1) % ranks), ncclInvalidArgument);
+    }
     assert_int_equal(ncclCommInitRank(&wrong, 2, id, 2), ncclInvalidArgument);
 }
 
