@@ -110,9 +110,13 @@ static void sample(Trainer *trainer, const Config *config, const Tokenizer *toke
 
 DECLARE_TRAINER(TRAIN) {
     Error error = {""};
+    error_identify(place->rank, place->world_size);
     set_threads(place);
     cudaStream_t compute, communication;
-    cuda_check(cudaSetDevice(place->local_rank));
+    int devices = 0;
+    cuda_check(cudaGetDeviceCount(&devices));
+    const int device_number = place->local_rank % devices;
+    cuda_check(cudaSetDevice(device_number));
     int least = 0, greatest = 0;
     cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     cuda_check(cudaStreamCreate(&compute));
@@ -139,7 +143,7 @@ DECLARE_TRAINER(TRAIN) {
     if (!comm_agree(&trainer.comm, &error)) comm_die_together(&trainer.comm, EXIT_INPUT, "%s", error.text);
     zero_init_params(&trainer.zero, (uint64_t)config->seed);
     struct cudaDeviceProp device;
-    cuda_check(cudaGetDeviceProperties(&device, place->local_rank));
+    cuda_check(cudaGetDeviceProperties(&device, device_number));
     log_header(&log, &trainer, device.name, place_threads(), inputs.train.tokens,
                inputs.validates ? validation.tokens : 0);
 
