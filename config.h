@@ -59,7 +59,7 @@
     O(optimizer, NUMBER, learning_rate, "1e-3", "(0, 1000]", "highest learning rate, after warm-up") \
     O(optimizer, NUMBER, min_learning_rate, "1e-4", "[0, 1000]", "where the schedule ends; not given: a tenth of learning_rate") \
     O(optimizer, CHOICE, schedule, "cosine", "constant|linear|cosine|wsd", "of the learning rate; wsd: warm-up, stable, linear decay") \
-    O(optimizer, INTEGER, warmup_steps, "100", "[0, 1e9]", "steps of linear warm-up; not given: at most all steps") \
+    O(optimizer, INTEGER, warmup_steps, "100", "[0, 1e9]", "steps of linear warm-up; a shorter run ends within it") \
     O(optimizer, INTEGER, decay_steps, "0", "[0, 1e9]", "wsd: steps of decay at the end; 0: a fifth of all") \
     O(optimizer, NUMBER, beta1, "0.9", "[0, 0.999999]", "AdamW: decay of the first moment") \
     O(optimizer, NUMBER, beta2, "0.99", "[0, 0.999999]", "AdamW: decay of the second moment") \
@@ -295,13 +295,8 @@ static inline bool config_check_schedule(Config *config, Error *error) {
         return config_error(config, CONFIG_min_learning_rate, error,
                             "%g is above learning_rate %g, at most that is needed", config->min_learning_rate,
                             config->learning_rate);
-    if (config->sources[CONFIG_warmup_steps] == FROM_DEFAULT && config->warmup_steps > config->steps)
-        config->warmup_steps = config->steps;
-    if (config->warmup_steps > config->steps)
-        return config_error(config, CONFIG_warmup_steps, error, "%lld is more than steps %lld, at most that is needed",
-                            (long long)config->warmup_steps, (long long)config->steps);
     if (strcmp(config->schedule, "wsd") == 0) {
-        int64_t room = config->steps - config->warmup_steps;
+        int64_t room = config->steps > config->warmup_steps ? config->steps - config->warmup_steps : 0;
         if (config->decay_steps == 0) config->decay_steps = config->steps / 5 < room ? config->steps / 5 : room;
         if (config->decay_steps > room)
             return config_error(config, CONFIG_decay_steps, error,
