@@ -28,8 +28,8 @@
 
 enum {
     SHARED_BUFFERS = 3,
-    SHARED_SLOT_BYTES = 512 << 10,      // of a rank's slot; a multiple of every element's size
-    SHARED_SEGMENT_BYTES = 48 << 20,    // slots shrink rather than that a segment passes this:
+    SHARED_SLOT_BYTES = 1 << 20,        // of a rank's slot; a multiple of every element's size
+    SHARED_SEGMENT_BYTES = 24 << 20,    // slots shrink rather than that a segment passes this:
     SHARED_SLOT_BYTES_LEAST = 16 << 10, // containers often have 64 MB in /dev/shm
     SHARED_SPINS = 200,                 // looks before a waiting rank sleeps, with a core of its own
 };
@@ -178,7 +178,8 @@ static inline void shared_barrier(SharedMemory *shared, const Collective *collec
     }
 }
 
-// All-reduce, or reduce to a root. The result of a piece is put together in rank 0's slot.
+// All-reduce, or reduce to a root. A rank puts what the others sum into its slot, sums its own slice, which it reads
+// where it is, and the result of a piece is put together in rank 0's slot.
 static inline void shared_all_reduce(SharedMemory *shared, const Collective *c) {
     size_t size = rank_sum_type_bytes(c->type), most = shared->slot_bytes / size;
     size_t pieces = (c->count + most - 1) / most;
@@ -186,7 +187,11 @@ static inline void shared_all_reduce(SharedMemory *shared, const Collective *c) 
     for (size_t k = 0; k < pieces + 2; k++) {
         if (k < pieces) {
             size_t first = k * most, n = collective_piece(c->count, first, most);
-            memcpy(shared_slot(shared, shared->piece + k, shared->rank), c->send + first * size, n * size);
+            size_t begin = collective_slice(n, shared->rank, shared->ranks) * size;
+            size_t end = collective_slice(n, shared->rank + 1, shared->ranks) * size;
+            char *slot = shared_slot(shared, shared->piece + k, shared->rank);
+            memcpy(slot, c->send + first * size, begin);
+            memcpy(slot + end, c->send + first * size + end, n * size - end);
         }
         if (k >= 1 && k - 1 < pieces) {
             size_t first = (k - 1) * most, n = collective_piece(c->count, first, most);
@@ -194,7 +199,9 @@ static inline void shared_all_reduce(SharedMemory *shared, const Collective *c) 
             size_t end = collective_slice(n, shared->rank + 1, shared->ranks);
             for (int rank = 0; rank < shared->ranks; rank++)
                 shared->inputs[rank] = shared_slot(shared, shared->piece + k - 1, rank) + begin * size;
-            rank_sum((void *)shared->inputs[0], shared->inputs, shared->ranks, end - begin, c->type, c->op);
+            void *sum = (void *)shared->inputs[0];
+            shared->inputs[shared->rank] = c->send + (first + begin) * size;
+            rank_sum(sum, shared->inputs, shared->ranks, end - begin, c->type, c->op);
         }
         if (k >= 2 && receives) {
             size_t first = (k - 2) * most, n = collective_piece(c->count, first, most);
