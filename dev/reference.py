@@ -9,8 +9,8 @@
 A golden file holds no weights and no gradients, so it stays small for any model:
 
 - Weights and tokens are values of a hash, the same few lines of integers here and in test/unit/golden.h (see
-  hash_words(), Case.weight(), Case.batch()). Weights are small odd integers times a power of two, exact in float32 and in
-  bf16, so one file serves every precision. Checksums in the file show that both sides mean the same numbers.
+  hash_words(), Case.weight(), Case.batch()). Weights are small odd integers times a power of two, exact in float32 and
+  in bf16, so one file serves every precision. Checksums in the file show that both sides mean the same numbers.
 - A gradient is stored as its norm and PROJECTIONS inner products with vectors of random signs (see project()). For a
   difference d between two gradients, each inner product <d, signs> has mean 0 and mean square |d|^2, so
   sqrt(mean of squares of the differences of the projections) estimates |d|: Johnson and Lindenstrauss, "Extensions of
@@ -71,8 +71,8 @@ CASES = {
     "large_vocabulary": dict(V=50257, C=32, NH=2, L=1, B=1, T=9, steps=5),
     # A small model as people train it.
     "plain": dict(V=256, C=128, NH=4, L=4, B=4, T=64, learning_rate=3e-4),
-    # Sequences shorter than the context: the last rows of wpe get no gradient, only decay. The other optimizer settings
-    # are unusual on purpose: with a large epsilon AdamW is no longer blind to the scale of gradients, so clipping shows.
+    # Sequences shorter than the context: the last rows of wpe get no gradient, only decay. The optimizer's settings are
+    # unusual on purpose: with a large epsilon AdamW is no longer blind to the scale of gradients, so clipping shows.
     "short_sequence": dict(V=65, C=64, NH=2, L=2, B=3, T=20, context=32, beta1=0.8, beta2=0.95, epsilon=1e-3,
                            weight_decay=1.0, grad_clip=0.5),
     # Nothing is a multiple of 8: heads of 11 channels, rows of 55.
@@ -124,7 +124,8 @@ class Case:
     def weight(self, tensor):
         """Tensor `tensor`'s initial values: float32, exact in bf16 too."""
         _, shape, kind = self.tensors[tensor]
-        top = (hash_words(self.seed, STREAM_WEIGHTS + tensor, 0, math.prod(shape)) >> np.uint64(57)).astype(np.int32)  # 0 ... 127
+        words = hash_words(self.seed, STREAM_WEIGHTS + tensor, 0, math.prod(shape))
+        top = (words >> np.uint64(57)).astype(np.int32)  # 0 ... 127
         if kind == "norm":
             values = (96 + top // 2) * 2.0**-7  # 0.75 to 1.24
         else:
@@ -132,11 +133,12 @@ class Case:
         return values.astype(np.float32).reshape(shape)
 
     def batch(self, step):
-        """Tokens and targets (B, T) of a step: windows of T + 1 tokens, the targets one ahead. The smaller of two uniform
-        tokens is drawn, so that there is a distribution to learn and a step's effect on the loss is not just noise."""
+        """Tokens and targets (B, T) of a step: windows of T + 1 tokens, the targets one ahead. The smaller of two
+        uniform tokens is drawn, so that there is a distribution to learn and steps do more to the loss than noise."""
         count = self.B * (self.T + 1)
         words = hash_words(self.seed, STREAM_TOKENS + step, 0, count)
-        tokens = np.minimum((words & np.uint64(0xFFFFFFFF)) % np.uint64(self.V), (words >> np.uint64(32)) % np.uint64(self.V))
+        low, high = words & np.uint64(0xFFFFFFFF), words >> np.uint64(32)
+        tokens = np.minimum(low % np.uint64(self.V), high % np.uint64(self.V))
         window = tokens.astype(np.int64).reshape(self.B, self.T + 1)
         return window[:, :-1], window[:, 1:]
 
@@ -195,9 +197,9 @@ def adamw_step(case, params, m, v, gradients, norm, step):
 
 
 def project(case, tensor, gradient):
-    """Inner products of a gradient with PROJECTIONS vectors of signs: bit j of element i's word tells whether projection
-    j adds (1) or subtracts (0) the element. Summed by the value of each byte of the words first, which is 8 sums per
-    element instead of 64, and then over the 256 values."""
+    """Inner products of a gradient with PROJECTIONS vectors of signs: bit j of element i's word tells whether
+    projection j adds (1) or subtracts (0) the element. Summed by the value of each byte of the words first, which is 8
+    sums per element instead of 64, and then over the 256 values."""
     gradient = gradient.detach().numpy().ravel()
     by_byte = np.zeros((8, 256))
     for first in range(0, len(gradient), 1 << 20):
@@ -340,10 +342,9 @@ def self_test():
     ours, theirs = initial_params(case), initial_params(case)
     m, v = ([torch.zeros_like(p, requires_grad=False) for p in ours] for _ in range(2))
     lr, beta1, beta2, epsilon, decay = (float(np.float32(case.optimizer[name])) for name in list(DEFAULT_OPTIMIZER)[:5])
-    is_matrix = [kind == "matrix" for _, _, kind in case.tensors]
-    optimizer = torch.optim.AdamW([{"params": [p for p, matrix in zip(theirs, is_matrix) if matrix], "weight_decay": decay},
-                                   {"params": [p for p, matrix in zip(theirs, is_matrix) if not matrix], "weight_decay": 0.0}],
-                                  lr=lr, betas=(beta1, beta2), eps=epsilon)
+    groups = [{"params": [p for p, (_, _, kind) in zip(theirs, case.tensors) if (kind == "matrix") == matrix],
+               "weight_decay": decay if matrix else 0.0} for matrix in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=epsilon)
     for step in range(10):
         _, gradients = loss_and_gradients(case, ours, step)
         adamw_step(case, ours, m, v, gradients, 1.0, step + 1)
@@ -358,7 +359,8 @@ def self_test():
     case = Case(V=65, C=48, NH=3, L=1, B=1, T=1)
     difference = torch.from_numpy(generator.standard_normal((144, 48)))
     estimate = math.sqrt(np.mean(project(case, 2, difference)**2))
-    expect("norm of a dense difference from its projections, relative", abs(estimate / difference.norm().item() - 1), 0.36)
+    expect("norm of a dense difference from its projections, relative",
+           abs(estimate / difference.norm().item() - 1), 0.36)
     difference.zero_()[100, 7] = 0.25
     expect("norm of one element's difference, relative",
            abs(math.sqrt(np.mean(project(case, 2, difference)**2)) / 0.25 - 1), 1e-15)
@@ -391,7 +393,8 @@ def main():
     if arguments.case:
         try:
             V, C, NH, L, B, T, context = (int(x) for x in arguments.case.split(","))
-            case = Case(V, C, NH, L, B, T, context, arguments.steps, arguments.seed, learning_rate=arguments.learning_rate)
+            case = Case(V, C, NH, L, B, T, context, arguments.steps, arguments.seed,
+                        learning_rate=arguments.learning_rate)
         except ValueError as error:
             parser.error("--case %s: %s" % (arguments.case, error))
         text = to_text(golden(case))

@@ -73,6 +73,7 @@ static void run_close(Run *run) {
 
 // The layout's tensor of this id, and where it begins in the flat buffers.
 static const Tensor *find_tensor(const Layout *layout, int id, size_t *offset) {
+    *offset = 0;
     for (int u = 0; u < layout->n_units; u++) {
         const Unit *unit = &layout->units[u];
         for (int t = 0; t < unit->n_tensors; t++) {
