@@ -189,6 +189,10 @@ def test_killing_one_rank_ends_the_job(tmp_path, texts):
     os.kill(ranks[1], signal.SIGKILL)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1, err
+    assert "signal 9" in err, err
+    deadline = time.time() + 10  # the others end with mpirun, or by their link to it
+    while time.time() < deadline and ranks_alive(ranks):
+        time.sleep(0.1)
     assert ranks_alive(ranks) == []
 
 
