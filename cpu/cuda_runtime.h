@@ -27,20 +27,9 @@
 #include <time.h>
 #include <unistd.h>
 #include "machine.h"
+#include "stream.h"
 
 // The toolkit's values.
-typedef enum {
-    cudaSuccess = 0,
-    cudaErrorInvalidValue = 1,
-    cudaErrorMemoryAllocation = 2,
-    cudaErrorInitializationError = 3,
-    cudaErrorInvalidDevice = 101,
-    cudaErrorInvalidResourceHandle = 400,
-    cudaErrorNotReady = 600,
-    cudaErrorLaunchFailure = 719,
-    cudaErrorUnknown = 999
-} cudaError_t;
-
 typedef enum {
     cudaMemcpyHostToHost = 0,
     cudaMemcpyHostToDevice = 1,
@@ -59,38 +48,8 @@ struct cudaDeviceProp {
     int major, minor;        // no compute capability: 0.0
 };
 
-typedef struct CUstream_st *cudaStream_t;
 typedef struct CUevent_st *cudaEvent_t;
 typedef void (*cudaHostFn_t)(void *user_data);
-
-// What a stream executes. An error ends the stream's work for good.
-typedef cudaError_t (*CpuFunction)(void *arguments);
-
-enum { CPU_QUEUE = 512, CPU_ARGUMENTS = 120 }; // items of a queue; bytes of an item's arguments
-
-typedef struct {
-    CpuFunction function;
-    uint64_t arguments[CPU_ARGUMENTS / 8];
-} CpuItem;
-
-// Streams and events are never given back to the system: tickets may still name a destroyed stream, and items a
-// destroyed event. They are kept for the next create, their counters running on, so that old tickets stay finished.
-struct CUstream_st {
-    bool worker;  // has a thread of its own; otherwise the caller executes, and nothing below is used
-    bool free;    // destroyed
-    bool closing; // the worker ends when its queue is empty
-    pthread_t thread;
-    pthread_mutex_t mutex;
-    pthread_cond_t submission, progress; // submitted or closing changed; finished changed
-    uint64_t submitted, finished;        // items ever; item i stands in queue[i % CPU_QUEUE]
-    CpuItem *queue;
-    cudaStream_t next; // in the list of all streams
-};
-
-typedef struct {
-    cudaStream_t stream; // NULL: nothing to wait for
-    uint64_t finished;   // passed when the stream has finished so many items
-} CpuTicket;
 
 struct CUevent_st {
     bool timing;
@@ -106,24 +65,14 @@ typedef struct {
     pthread_mutex_t mutex; // guards the lists
     cudaStream_t streams;
     cudaEvent_t free_events;
-    int error; // sticky; atomic
 } CpuDevice;
 
 static inline CpuDevice *cpu_device(void) {
-    static CpuDevice device = {PTHREAD_MUTEX_INITIALIZER, NULL, NULL, cudaSuccess};
+    static CpuDevice device = {PTHREAD_MUTEX_INITIALIZER, NULL, NULL};
     return &device;
 }
 
 // ------------------------------------------------------------------------------------------------------------ errors
-
-static inline cudaError_t cpu_sticky_error(void) {
-    return (cudaError_t)__atomic_load_n(&cpu_device()->error, __ATOMIC_ACQUIRE);
-}
-
-static inline void cpu_set_sticky_error(cudaError_t status) {
-    int none = cudaSuccess;
-    __atomic_compare_exchange_n(&cpu_device()->error, &none, (int)status, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-}
 
 static inline cudaError_t *cpu_last_error(void) {
     static __thread cudaError_t last = cudaSuccess;
@@ -265,103 +214,6 @@ static inline cudaError_t cudaFreeHost(void *pointer) {
 }
 
 // ----------------------------------------------------------------------------------------------------------- streams
-
-static inline bool cpu_stream_has_worker(cudaStream_t stream) {
-    return stream != NULL && stream->worker;
-}
-
-#ifdef TRAIN_GPT_STREAM_DELAY
-// For tests: before each item a worker sleeps for up to half a millisecond, at random from the seed in the environment
-// variable TRAIN_GPT_STREAM_DELAY, so that a missing event shows.
-static inline void cpu_stream_delay(uint64_t *state) {
-    const char *seed = getenv("TRAIN_GPT_STREAM_DELAY");
-    if (seed == NULL) return;
-    if (*state == 0) *state = strtoull(seed, NULL, 10) * 2 + 1;
-    *state = *state * 6364136223846793005ull + 1442695040888963407ull;
-    struct timespec pause = {0, (long)((*state >> 33) % 500000)};
-    nanosleep(&pause, NULL);
-}
-#endif
-
-static inline void *cpu_stream_worker(void *argument) {
-    cudaStream_t stream = (cudaStream_t)argument;
-#ifdef TRAIN_GPT_STREAM_DELAY
-    uint64_t delay_state = 0;
-#endif
-    pthread_mutex_lock(&stream->mutex);
-    for (;;) {
-        while (stream->finished == stream->submitted && !stream->closing)
-            pthread_cond_wait(&stream->submission, &stream->mutex);
-        if (stream->finished == stream->submitted) break;
-        CpuItem *item = &stream->queue[stream->finished % CPU_QUEUE]; // stays in place until it counts as finished
-        pthread_mutex_unlock(&stream->mutex);
-#ifdef TRAIN_GPT_STREAM_DELAY
-        cpu_stream_delay(&delay_state);
-#endif
-        if (cpu_sticky_error() == cudaSuccess) {
-            cudaError_t status = item->function(item->arguments);
-            if (status != cudaSuccess) cpu_set_sticky_error(status);
-        }
-        pthread_mutex_lock(&stream->mutex);
-        stream->finished++;
-        pthread_cond_broadcast(&stream->progress);
-    }
-    pthread_mutex_unlock(&stream->mutex);
-    return NULL;
-}
-
-// Executes function(arguments) in the order of the stream: at once, or by its worker on a copy of the arguments.
-// At most CPU_ARGUMENTS bytes, aligned like a pointer. For what the device itself is made of: collectives, operations.
-static inline cudaError_t cpu_stream_run(cudaStream_t stream, CpuFunction function, void *arguments,
-                                         size_t arguments_bytes) {
-    if (arguments_bytes > CPU_ARGUMENTS) return cudaErrorInvalidValue;
-    if (!cpu_stream_has_worker(stream)) return function(arguments);
-    pthread_mutex_lock(&stream->mutex);
-    while (stream->submitted - stream->finished == CPU_QUEUE) pthread_cond_wait(&stream->progress, &stream->mutex);
-    CpuItem *item = &stream->queue[stream->submitted % CPU_QUEUE];
-    item->function = function;
-    memcpy(item->arguments, arguments, arguments_bytes);
-    stream->submitted++;
-    pthread_cond_signal(&stream->submission);
-    pthread_mutex_unlock(&stream->mutex);
-    return cudaSuccess;
-}
-
-// The ticket of everything submitted to the stream so far.
-static inline CpuTicket cpu_stream_ticket(cudaStream_t stream) {
-    CpuTicket ticket = {NULL, 0};
-    if (!cpu_stream_has_worker(stream)) return ticket;
-    pthread_mutex_lock(&stream->mutex);
-    ticket.stream = stream;
-    ticket.finished = stream->submitted;
-    pthread_mutex_unlock(&stream->mutex);
-    return ticket;
-}
-
-static inline bool cpu_ticket_passed(CpuTicket ticket) {
-    if (ticket.stream == NULL) return true;
-    pthread_mutex_lock(&ticket.stream->mutex);
-    bool passed = ticket.stream->finished >= ticket.finished;
-    pthread_mutex_unlock(&ticket.stream->mutex);
-    return passed;
-}
-
-// Blocks the calling thread until the ticket has passed.
-static inline cudaError_t cpu_ticket_wait(void *argument) {
-    CpuTicket ticket = *(CpuTicket *)argument;
-    if (ticket.stream == NULL) return cudaSuccess;
-    pthread_mutex_lock(&ticket.stream->mutex);
-    while (ticket.stream->finished < ticket.finished)
-        pthread_cond_wait(&ticket.stream->progress, &ticket.stream->mutex);
-    pthread_mutex_unlock(&ticket.stream->mutex);
-    return cpu_sticky_error();
-}
-
-// What is submitted to the stream from now on waits for the ticket.
-static inline cudaError_t cpu_stream_wait(cudaStream_t stream, CpuTicket ticket) {
-    if (ticket.stream == NULL || ticket.stream == stream) return cudaSuccess;
-    return cpu_stream_run(stream, cpu_ticket_wait, &ticket, sizeof ticket);
-}
 
 static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     if (stream == NULL || (flags & ~(unsigned)cudaStreamNonBlocking) != 0) return cpu_result(cudaErrorInvalidValue);

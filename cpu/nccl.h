@@ -13,6 +13,7 @@
 #ifndef CPU_NCCL_H
 #define CPU_NCCL_H
 
+#include "mpi_exchange.h"
 #include "shared_memory.h"
 #include <cuda_runtime.h>
 #include <stdarg.h>
@@ -40,24 +41,15 @@ typedef struct {
 
 typedef struct ncclConfig ncclConfig_t; // there is nothing to configure: pass NULL
 
-enum {
-    NCCL_STAGING_BYTES = 8 << 20, // of a communicator: what a reduction receives before it is summed
-    NCCL_MESSAGE_BYTES = 1 << 28, // MPI counts in int, so long messages are sent in pieces
-    NCCL_GROUP_CALLS = 1024,      // sends and receives in a group
-    NCCL_MESSAGES = 2048          // messages under way in a communicator
-};
+enum { NCCL_GROUP_CALLS = 1024 }; // sends and receives in a group
 
 typedef struct ncclComm {
     int rank, ranks;
-    MPI_Comm mpi;        // MPI_COMM_NULL for one rank
-    SharedMemory shared; // open if shared.ranks > 0
-    char *staging;       // NCCL_STAGING_BYTES, without shared memory
-    const void **inputs; // [ranks]; scratch
-    MPI_Request *requests;
-    int messages;      // requests in use
-    CpuTicket last;    // of the last call
-    int async_error;   // ncclResult_t of a worker; atomic
-    char message[256]; // its text, complete before async_error is set
+    MpiExchange mpi;     // open if there are several ranks
+    SharedMemory shared; // open if shared.ranks > 0: then collectives go through it
+    CpuTicket last;      // of the last call
+    int async_error;     // ncclResult_t of a worker; atomic
+    char message[256];   // its text, complete before async_error is set
 } * ncclComm_t;
 
 // ------------------------------------------------------------------------------------------------------------ errors
@@ -163,17 +155,11 @@ static inline ncclResult_t nccl_open(ncclComm_t *opened, MPI_Comm mpi, int rank,
     if (comm == NULL) return nccl_fail(ncclSystemError, "no memory for a communicator");
     comm->rank = rank;
     comm->ranks = ranks;
-    comm->mpi = mpi;
+    comm->mpi.comm = MPI_COMM_NULL;
     if (mpi != MPI_COMM_NULL) {
-        MPI_Comm_set_errhandler(mpi, MPI_ERRORS_RETURN);
-        comm->inputs = (const void **)calloc((size_t)ranks, sizeof *comm->inputs);
-        comm->requests = (MPI_Request *)malloc(NCCL_MESSAGES * sizeof *comm->requests);
-        void *staging = NULL;
-        if (!shared_open(&comm->shared, mpi, rank, ranks)) cudaMalloc(&staging, NCCL_STAGING_BYTES);
-        comm->staging = (char *)staging;
-        if (comm->inputs == NULL || comm->requests == NULL || (staging == NULL && comm->shared.ranks == 0))
+        if (!mpi_exchange_open(&comm->mpi, mpi, rank, ranks))
             return nccl_fail(ncclSystemError, "no memory for a communicator of %d ranks", ranks);
-        memset(comm->requests, 0, NCCL_MESSAGES * sizeof *comm->requests);
+        shared_open(&comm->shared, mpi, rank, ranks);
         ++*nccl_mpi_users();
     }
     *opened = comm;
@@ -188,8 +174,8 @@ static inline ncclResult_t ncclCommInitRank(ncclComm_t *comm, int ranks, ncclUni
     if (ranks < 1 || rank < 0 || rank >= ranks)
         return nccl_fail(ncclInvalidArgument, "rank %d of %d does not exist", rank, ranks);
     if (ranks == 1) return nccl_open(comm, MPI_COMM_NULL, 0, 1);
-    if (ranks > NCCL_MESSAGES / 2)
-        return nccl_fail(ncclInvalidArgument, "%d ranks are more than %d", ranks, NCCL_MESSAGES / 2);
+    if (ranks > MPI_EXCHANGE_MESSAGES / 2)
+        return nccl_fail(ncclInvalidArgument, "%d ranks are more than %d", ranks, MPI_EXCHANGE_MESSAGES / 2);
     int started = 0, ended = 0, level = 0, world_ranks = 0, world_rank = 0;
     MPI_Finalized(&ended);
     if (ended) return nccl_fail(ncclInvalidUsage, "MPI has ended with the last communicator and cannot start again");
@@ -219,7 +205,7 @@ static inline ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, nc
     if (comm->ranks == 1) return color < 0 ? ncclSuccess : nccl_open(split, MPI_COMM_NULL, 0, 1);
     cpu_ticket_wait(&comm->last);
     MPI_Comm mpi;
-    if (MPI_Comm_split(comm->mpi, color < 0 ? MPI_UNDEFINED : color, key, &mpi) != MPI_SUCCESS)
+    if (MPI_Comm_split(comm->mpi.comm, color < 0 ? MPI_UNDEFINED : color, key, &mpi) != MPI_SUCCESS)
         return nccl_fail(ncclSystemError, "MPI_Comm_split failed");
     if (mpi == MPI_COMM_NULL) return ncclSuccess;
     int rank, ranks;
@@ -245,12 +231,9 @@ static inline ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) {
 static inline ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     if (comm == NULL) return nccl_fail(ncclInvalidArgument, "comm is NULL");
     cpu_ticket_wait(&comm->last);
-    if (comm->mpi != MPI_COMM_NULL) {
+    if (comm->mpi.comm != MPI_COMM_NULL) {
         shared_close(&comm->shared);
-        cudaFree(comm->staging);
-        free(comm->inputs);
-        free(comm->requests);
-        MPI_Comm_free(&comm->mpi);
+        mpi_exchange_close(&comm->mpi);
         if (--*nccl_mpi_users() == 0) MPI_Finalize();
     }
     free(comm);
@@ -260,135 +243,6 @@ static inline ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 // For a process about to end because of an error: waits for nobody, so gives nothing back, as a worker may be at work.
 static inline ncclResult_t ncclCommAbort(ncclComm_t comm) {
     return comm == NULL ? nccl_fail(ncclInvalidArgument, "comm is NULL") : ncclSuccess;
-}
-
-// ----------------------------------------------------------------------------------------------- exchange through MPI
-
-enum { NCCL_TAG_COLLECTIVE = 1, NCCL_TAG_SEND_RECV = 2 };
-
-static inline size_t nccl_messages_of(size_t bytes) {
-    return (bytes + NCCL_MESSAGE_BYTES - 1) / NCCL_MESSAGE_BYTES;
-}
-
-// Starts sending `bytes` bytes to a rank, or (recv not NULL) receiving them from it. Ends in nccl_finish().
-static inline int nccl_start(ncclComm_t comm, const char *send, char *recv, size_t bytes, int peer, int tag) {
-    for (size_t first = 0; first < bytes; first += NCCL_MESSAGE_BYTES) {
-        int n = (int)collective_piece(bytes, first, NCCL_MESSAGE_BYTES);
-        MPI_Request *request = &comm->requests[comm->messages];
-        int code = recv != NULL ? MPI_Irecv(recv + first, n, MPI_BYTE, peer, tag, comm->mpi, request)
-                                : MPI_Isend(send + first, n, MPI_BYTE, peer, tag, comm->mpi, request);
-        if (code != MPI_SUCCESS) return code;
-        comm->messages++;
-    }
-    return MPI_SUCCESS;
-}
-
-// Waits for everything that was started.
-static inline int nccl_finish(ncclComm_t comm, const Collective *c) {
-    double begin = collective_now();
-    for (int looks = 0, done = 0;; looks++) {
-        int code = MPI_Testall(comm->messages, comm->requests, &done, MPI_STATUSES_IGNORE);
-        if (code != MPI_SUCCESS) return code;
-        if (done) break;
-        // First give way to whoever has work, then sleep, ever longer: nobody answers faster for being asked more.
-        if (looks < 256) {
-            sched_yield();
-            continue;
-        }
-        struct timespec pause = {0, looks < 512 ? 20000 : 200000};
-        nanosleep(&pause, NULL);
-        if (looks % 64 == 0) collective_check_deadline(begin, c, comm->rank, comm->ranks);
-    }
-    comm->messages = 0;
-    return MPI_SUCCESS;
-}
-
-// Cuts the staging buffer into room for `*room` elements of every rank, and returns rank's.
-static inline char *nccl_staging(ncclComm_t comm, size_t size, int rank, size_t *room) {
-    *room = (size_t)NCCL_STAGING_BYTES / (size_t)comm->ranks / size;
-    return comm->staging + (size_t)rank * *room * size;
-}
-
-// All-reduce, or reduce to a root, piece by piece: every rank sums its slice, then hands it out.
-static inline int nccl_all_reduce(ncclComm_t comm, const Collective *c) {
-    size_t size = rank_sum_type_bytes(c->type), room;
-    char *sum = nccl_staging(comm, size, comm->rank, &room); // nothing is received there
-    size_t most = room * (size_t)comm->ranks;
-    int code = MPI_SUCCESS;
-    for (size_t first = 0; first < c->count && code == MPI_SUCCESS; first += most) {
-        size_t n = collective_piece(c->count, first, most);
-        size_t begin = collective_slice(n, comm->rank, comm->ranks);
-        size_t own = collective_slice(n, comm->rank + 1, comm->ranks) - begin;
-        const char *send = c->send + first * size;
-        char *recv = c->recv == NULL ? NULL : c->recv + first * size;
-        for (int peer = 0; peer < comm->ranks && code == MPI_SUCCESS; peer++) {
-            char *part = nccl_staging(comm, size, peer, &room);
-            comm->inputs[peer] = peer == comm->rank ? send + begin * size : part;
-            if (peer != comm->rank) code = nccl_start(comm, NULL, part, own * size, peer, NCCL_TAG_COLLECTIVE);
-        }
-        for (int peer = 0; peer < comm->ranks && code == MPI_SUCCESS; peer++) {
-            size_t from = collective_slice(n, peer, comm->ranks), to = collective_slice(n, peer + 1, comm->ranks);
-            if (peer != comm->rank)
-                code = nccl_start(comm, send + from * size, NULL, (to - from) * size, peer, NCCL_TAG_COLLECTIVE);
-        }
-        if (code == MPI_SUCCESS) code = nccl_finish(comm, c);
-        if (code != MPI_SUCCESS) break;
-        rank_sum(sum, comm->inputs, comm->ranks, own, c->type, c->op);
-
-        bool everybody = c->kind == COLLECTIVE_ALL_REDUCE, receives = everybody || c->root == comm->rank;
-        if (receives) memcpy(recv + begin * size, sum, own * size);
-        for (int peer = 0; peer < comm->ranks && code == MPI_SUCCESS; peer++) {
-            size_t from = collective_slice(n, peer, comm->ranks), to = collective_slice(n, peer + 1, comm->ranks);
-            if (peer != comm->rank && receives)
-                code = nccl_start(comm, NULL, recv + from * size, (to - from) * size, peer, NCCL_TAG_COLLECTIVE);
-        }
-        for (int peer = 0; peer < comm->ranks && code == MPI_SUCCESS; peer++)
-            if (peer != comm->rank && (everybody || c->root == peer))
-                code = nccl_start(comm, sum, NULL, own * size, peer, NCCL_TAG_COLLECTIVE);
-        if (code == MPI_SUCCESS) code = nccl_finish(comm, c);
-    }
-    return code;
-}
-
-static inline int nccl_reduce_scatter(ncclComm_t comm, const Collective *c) {
-    size_t size = rank_sum_type_bytes(c->type), room;
-    nccl_staging(comm, size, 0, &room);
-    int code = MPI_SUCCESS;
-    for (size_t first = 0; first < c->count && code == MPI_SUCCESS; first += room) {
-        size_t n = collective_piece(c->count, first, room);
-        for (int peer = 0; peer < comm->ranks && code == MPI_SUCCESS; peer++) {
-            char *part = nccl_staging(comm, size, peer, &room);
-            comm->inputs[peer] = peer == comm->rank ? c->send + ((size_t)peer * c->count + first) * size : part;
-            if (peer != comm->rank) code = nccl_start(comm, NULL, part, n * size, peer, NCCL_TAG_COLLECTIVE);
-        }
-        for (int peer = 0; peer < comm->ranks && code == MPI_SUCCESS; peer++)
-            if (peer != comm->rank)
-                code = nccl_start(comm, c->send + ((size_t)peer * c->count + first) * size, NULL, n * size, peer,
-                                  NCCL_TAG_COLLECTIVE);
-        if (code == MPI_SUCCESS) code = nccl_finish(comm, c);
-        if (code == MPI_SUCCESS) rank_sum(c->recv + first * size, comm->inputs, comm->ranks, n, c->type, c->op);
-    }
-    return code;
-}
-
-// All-gather, and broadcast, which is an all-gather in which only the root has something to give.
-static inline int nccl_all_gather(ncclComm_t comm, const Collective *c) {
-    size_t bytes = c->count * rank_sum_type_bytes(c->type);
-    bool broadcast = c->kind == COLLECTIVE_BROADCAST, gives = !broadcast || c->root == comm->rank;
-    size_t stride = broadcast ? 0 : bytes;
-    char *own = c->recv + (size_t)comm->rank * stride;
-    if (gives && own != c->send) memcpy(own, c->send, bytes);
-    int code = MPI_SUCCESS;
-    for (size_t first = 0; first < bytes && code == MPI_SUCCESS; first += NCCL_MESSAGE_BYTES) {
-        size_t n = collective_piece(bytes, first, NCCL_MESSAGE_BYTES);
-        for (int peer = 0; peer < comm->ranks && code == MPI_SUCCESS; peer++)
-            if (peer != comm->rank && (!broadcast || c->root == peer))
-                code = nccl_start(comm, NULL, c->recv + (size_t)peer * stride + first, n, peer, NCCL_TAG_COLLECTIVE);
-        for (int peer = 0; peer < comm->ranks && code == MPI_SUCCESS; peer++)
-            if (peer != comm->rank && gives) code = nccl_start(comm, own + first, NULL, n, peer, NCCL_TAG_COLLECTIVE);
-        if (code == MPI_SUCCESS) code = nccl_finish(comm, c);
-    }
-    return code;
 }
 
 // -------------------------------------------------------------------------------------------------------- collectives
@@ -408,12 +262,8 @@ static inline cudaError_t nccl_execute(void *argument) {
         if (c->recv != c->send) memcpy(c->recv, c->send, c->count * rank_sum_type_bytes(c->type));
     } else if (comm->shared.ranks > 0) {
         shared_collective(&comm->shared, c);
-    } else if (c->kind == COLLECTIVE_ALL_REDUCE || c->kind == COLLECTIVE_REDUCE) {
-        code = nccl_all_reduce(comm, c);
-    } else if (c->kind == COLLECTIVE_REDUCE_SCATTER) {
-        code = nccl_reduce_scatter(comm, c);
     } else {
-        code = nccl_all_gather(comm, c);
+        code = mpi_exchange_collective(&comm->mpi, c);
     }
     return code == MPI_SUCCESS ? cudaSuccess : nccl_mpi_failed(comm, code, c->kind);
 }
@@ -518,13 +368,13 @@ static inline NcclGroup *nccl_group(void) {
 
 static inline cudaError_t nccl_execute_start(void *argument) {
     const NcclMessage *m = (const NcclMessage *)argument;
-    int code = nccl_start(m->comm, m->send, m->recv, m->bytes, m->peer, NCCL_TAG_SEND_RECV);
+    int code = mpi_exchange_start(&m->comm->mpi, m->send, m->recv, m->bytes, m->peer, MPI_EXCHANGE_TAG_SEND_RECV);
     return code == MPI_SUCCESS ? cudaSuccess : nccl_mpi_failed(m->comm, code, COLLECTIVE_SEND_RECV);
 }
 
 static inline cudaError_t nccl_execute_finish(void *argument) {
     const NcclCall *call = (const NcclCall *)argument;
-    int code = nccl_finish(call->comm, &call->collective);
+    int code = mpi_exchange_finish(&call->comm->mpi, &call->collective);
     return code == MPI_SUCCESS ? cudaSuccess : nccl_mpi_failed(call->comm, code, COLLECTIVE_SEND_RECV);
 }
 
@@ -604,14 +454,14 @@ static inline ncclResult_t nccl_send_recv(const void *send, void *recv, size_t c
     if (send == NULL && recv == NULL) return nccl_fail(ncclInvalidArgument, "send or receive: buffer is NULL");
     if (count > SIZE_MAX / size) return nccl_fail(ncclInvalidArgument, "%zu elements cannot be", count);
     NcclGroup *group = nccl_group();
-    size_t under_way = nccl_messages_of(count * size);
+    size_t under_way = mpi_exchange_messages(count * size);
     for (int i = 0; i < group->messages; i++) {
         if (group->message[i].comm != comm) continue;
-        under_way += nccl_messages_of(group->message[i].bytes);
+        under_way += mpi_exchange_messages(group->message[i].bytes);
         if (group->message[i].stream != stream)
             return nccl_fail(ncclInvalidUsage, "a group uses one stream for each communicator");
     }
-    if (group->messages == NCCL_GROUP_CALLS || under_way > NCCL_MESSAGES)
+    if (group->messages == NCCL_GROUP_CALLS || under_way > MPI_EXCHANGE_MESSAGES)
         return nccl_fail(ncclInvalidUsage, "too many sends and receives in a group");
     ncclGroupStart(); // a call outside of any group is a group by itself
     NcclMessage *m = &group->message[group->messages++];

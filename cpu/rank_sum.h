@@ -43,11 +43,6 @@ static inline size_t rank_sum_type_bytes(ncclDataType_t type) {
     return (unsigned)type < sizeof bytes / sizeof bytes[0] ? bytes[type] : 0;
 }
 
-// Elements (or bytes) of the piece that starts at `first` when `total` are taken at most `most` at a time.
-static inline size_t collective_piece(size_t total, size_t first, size_t most) {
-    return total - first < most ? total - first : most;
-}
-
 enum { RANK_SUM_BLOCK = 512 }; // elements whose running sums stay in the first-level cache
 
 // STORED: the type in memory. WIDE: of the running sum. MODULAR: what it is added and multiplied in; unsigned for
@@ -56,7 +51,7 @@ enum { RANK_SUM_BLOCK = 512 }; // elements whose running sums stay in the first-
     static inline void NAME(void *out, const void *const *inputs, int ranks, size_t count, ncclRedOp_t op) { \
         WIDE sum[RANK_SUM_BLOCK];                                                                            \
         for (size_t first = 0; first < count; first += RANK_SUM_BLOCK) {                                     \
-            size_t n = collective_piece(count, first, RANK_SUM_BLOCK);                                       \
+            size_t n = count - first < (size_t)RANK_SUM_BLOCK ? count - first : (size_t)RANK_SUM_BLOCK;      \
             const STORED *x = (const STORED *)inputs[0] + first;                                             \
             for (size_t i = 0; i < n; i++) sum[i] = LOAD(x[i]);                                              \
             for (int rank = 1; rank < ranks; rank++) {                                                       \
@@ -128,37 +123,6 @@ static inline void rank_sum(void *out, const void *const *inputs, int ranks, siz
     case ncclFloat16:
         break; // has no size, so no collective gets here with it
     }
-}
-
-// A collective at work: what it is and what it is told. `count` is as NCCL's call of that kind counts.
-typedef enum {
-    COLLECTIVE_ALL_REDUCE,
-    COLLECTIVE_REDUCE_SCATTER,
-    COLLECTIVE_ALL_GATHER,
-    COLLECTIVE_BROADCAST,
-    COLLECTIVE_REDUCE,
-    COLLECTIVE_SEND_RECV
-} CollectiveKind;
-
-typedef struct {
-    CollectiveKind kind;
-    int root;
-    const char *send;
-    char *recv;
-    size_t count;
-    ncclDataType_t type;
-    ncclRedOp_t op;
-} Collective;
-
-static inline const char *collective_name(CollectiveKind kind) {
-    static const char *const names[] = {"all-reduce", "reduce-scatter", "all-gather",
-                                        "broadcast",  "reduce",         "send and receive"};
-    return names[kind];
-}
-
-// The first element of slice `slice` when `count` elements are cut into `slices`; slice `slices` starts at the end.
-static inline size_t collective_slice(size_t count, int slice, int slices) {
-    return count / (size_t)slices * (size_t)slice + count % (size_t)slices * (size_t)slice / (size_t)slices;
 }
 
 #endif

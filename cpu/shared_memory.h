@@ -22,9 +22,8 @@
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
-#include "error.h"
+#include "collective.h"
 #include "machine.h"
-#include "rank_sum.h"
 
 enum {
     SHARED_BUFFERS = 3,
@@ -52,27 +51,6 @@ typedef struct {
     uint64_t piece;      // pieces so far
     const void **inputs; // [ranks]; scratch
 } SharedMemory;
-
-// How long a rank waits for the others before it gives up, in seconds.
-static inline double *collective_timeout(void) {
-    static double seconds = 300;
-    return &seconds;
-}
-
-static inline double collective_now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
-
-// Ends the process if it has waited too long since `begin`.
-static inline void collective_check_deadline(double begin, const Collective *collective, int rank, int ranks) {
-    double waited = collective_now() - begin;
-    if (waited < *collective_timeout()) return;
-    die("%s of %zu bytes: rank %d of the %d in this group has waited %.0f s for the others",
-        collective_name(collective->kind), collective->count * rank_sum_type_bytes(collective->type), rank, ranks,
-        waited);
-}
 
 static inline size_t shared_header_bytes(void) {
     return 4096;
