@@ -102,7 +102,6 @@ static inline const CpuErrorText *cpu_error_text(cudaError_t status) {
         {cudaSuccess, "cudaSuccess", "no error"},
         {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
         {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
-        {cudaErrorInitializationError, "cudaErrorInitializationError", "initialization error"},
         {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device number"},
         {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid stream or event"},
         {cudaErrorNotReady, "cudaErrorNotReady", "not finished yet"},

@@ -6,6 +6,7 @@
 #ifndef CPU_MPI_EXCHANGE_H
 #define CPU_MPI_EXCHANGE_H
 
+// Without MPI's C++ interface.
 #define OMPI_SKIP_MPICXX 1
 #define MPICH_SKIP_MPICXX 1
 #include <mpi.h>
@@ -39,8 +40,6 @@ static inline bool mpi_exchange_open(MpiExchange *exchange, MPI_Comm comm, int r
     exchange->inputs = (const void **)calloc((size_t)ranks, sizeof *exchange->inputs);
     exchange->requests = (MPI_Request *)malloc(MPI_EXCHANGE_MESSAGES * sizeof *exchange->requests);
     if (exchange->staging == NULL || exchange->inputs == NULL || exchange->requests == NULL) return false;
-    // So that no page faults later.
-    memset(exchange->staging, 0, MPI_EXCHANGE_STAGING_BYTES);
     memset(exchange->requests, 0, MPI_EXCHANGE_MESSAGES * sizeof *exchange->requests);
     return true;
 }

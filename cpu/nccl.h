@@ -8,15 +8,16 @@
 //    every run of them. MPI's own reductions keep no order; here MPI only carries bytes.
 //  - Ranks of one node exchange through shared memory (shared_memory.h), unless TRAIN_GPT_SHARED_MEMORY=0. The bits are
 //    the same. Sends and receives always use MPI.
-//  - Nothing is allocated once a communicator exists. Waiting ranks give way to others, and end the process when they
+//  - Nothing is allocated here once a communicator exists (MPI itself may). Waiting ranks give way to others, and end
+//  the process when they
 //    have waited for the time set by cpu_nccl_set_timeout().
 #ifndef CPU_NCCL_H
 #define CPU_NCCL_H
 
-#include "mpi_exchange.h"
-#include "shared_memory.h"
 #include <cuda_runtime.h>
 #include <stdarg.h>
+#include "mpi_exchange.h"
+#include "shared_memory.h"
 
 #define NCCL_MAJOR 2
 #define NCCL_MINOR 19
@@ -41,7 +42,7 @@ typedef struct {
 
 typedef struct ncclConfig ncclConfig_t; // there is nothing to configure: pass NULL
 
-enum { NCCL_GROUP_CALLS = 1024 }; // sends and receives in a group
+enum { NCCL_GROUP_CALLS = 256 }; // sends and receives in a group
 
 typedef struct ncclComm {
     int rank, ranks;
@@ -159,7 +160,8 @@ static inline ncclResult_t nccl_open(ncclComm_t *opened, MPI_Comm mpi, int rank,
     if (mpi != MPI_COMM_NULL) {
         if (!mpi_exchange_open(&comm->mpi, mpi, rank, ranks))
             return nccl_fail(ncclSystemError, "no memory for a communicator of %d ranks", ranks);
-        shared_open(&comm->shared, mpi, rank, ranks);
+        // Staging is used without shared memory only; then it is touched now, so that no page faults later.
+        if (!shared_open(&comm->shared, mpi, rank, ranks)) memset(comm->mpi.staging, 0, MPI_EXCHANGE_STAGING_BYTES);
         ++*nccl_mpi_users();
     }
     *opened = comm;

@@ -8,6 +8,7 @@
 #ifndef CPU_SHARED_MEMORY_H
 #define CPU_SHARED_MEMORY_H
 
+// Without MPI's C++ interface.
 #define OMPI_SKIP_MPICXX 1
 #define MPICH_SKIP_MPICXX 1
 #include <errno.h>
@@ -23,14 +24,14 @@
 #include <time.h>
 #include <unistd.h>
 #include "collective.h"
-#include "machine.h"
 
 enum {
     SHARED_BUFFERS = 3,
+    SHARED_HEADER_BYTES = 4096,         // for SharedControl, so that slots start on a page
     SHARED_SLOT_BYTES = 1 << 20,        // of a rank's slot; a multiple of every element's size
     SHARED_SEGMENT_BYTES = 24 << 20,    // slots shrink rather than that a segment passes this:
     SHARED_SLOT_BYTES_LEAST = 16 << 10, // containers often have 64 MB in /dev/shm
-    SHARED_SPINS = 200,                 // looks before a waiting rank sleeps, with a core of its own
+    SHARED_SPINS = 200                  // looks before a waiting rank sleeps, with a core of its own
 };
 
 typedef struct {
@@ -51,10 +52,6 @@ typedef struct {
     uint64_t piece;      // pieces so far
     const void **inputs; // [ranks]; scratch
 } SharedMemory;
-
-static inline size_t shared_header_bytes(void) {
-    return 4096;
-}
 
 static inline char *shared_slot(const SharedMemory *shared, uint64_t piece, int rank) {
     return shared->slots + ((piece % SHARED_BUFFERS) * (size_t)shared->ranks + (size_t)rank) * shared->slot_bytes;
@@ -87,10 +84,14 @@ static inline bool shared_open(SharedMemory *shared, MPI_Comm mpi, int rank, int
     if (slot > SHARED_SLOT_BYTES) slot = SHARED_SLOT_BYTES;
     if (slot < SHARED_SLOT_BYTES_LEAST) slot = SHARED_SLOT_BYTES_LEAST;
     shared->slot_bytes = slot;
-    shared->mapped_bytes = shared_header_bytes() + SHARED_BUFFERS * (size_t)ranks * slot;
+    shared->mapped_bytes = SHARED_HEADER_BYTES + SHARED_BUFFERS * (size_t)ranks * slot;
     shared->inputs = (const void **)calloc((size_t)ranks, sizeof *shared->inputs);
-    // Spinning pays only while every rank has a core to spin on.
-    shared->spins = machine_cores() >= ranks ? SHARED_SPINS : 1;
+    // Spinning pays only while every rank has a core to spin on. Ranks may be bound to a core each.
+    cpu_set_t own, together;
+    CPU_ZERO(&own);
+    sched_getaffinity(0, sizeof own, &own);
+    MPI_Allreduce(&own, &together, (int)sizeof own, MPI_BYTE, MPI_BOR, mpi);
+    shared->spins = CPU_COUNT(&together) >= ranks ? SHARED_SPINS : 1;
 
     struct {
         char name[56];
@@ -117,7 +118,7 @@ static inline bool shared_open(SharedMemory *shared, MPI_Comm mpi, int rank, int
     one = mapping != MAP_FAILED && shared->inputs != NULL;
     if (mapping != MAP_FAILED) {
         shared->control = (SharedControl *)mapping;
-        shared->slots = (char *)mapping + shared_header_bytes();
+        shared->slots = (char *)mapping + SHARED_HEADER_BYTES;
         if (rank == 0) __atomic_store_n(&shared->control->token, offer.token, __ATOMIC_RELEASE);
     }
     MPI_Barrier(mpi);
