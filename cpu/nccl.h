@@ -158,10 +158,9 @@ static inline ncclResult_t nccl_open(ncclComm_t *opened, MPI_Comm mpi, int rank,
     comm->ranks = ranks;
     comm->mpi.comm = MPI_COMM_NULL;
     if (mpi != MPI_COMM_NULL) {
-        if (!mpi_exchange_open(&comm->mpi, mpi, rank, ranks))
+        if (!mpi_exchange_open(&comm->mpi, mpi, rank, ranks) ||
+            (!shared_open(&comm->shared, mpi, rank, ranks) && !mpi_exchange_stage(&comm->mpi)))
             return nccl_fail(ncclSystemError, "no memory for a communicator of %d ranks", ranks);
-        // Staging is used without shared memory only; then it is touched now, so that no page faults later.
-        if (!shared_open(&comm->shared, mpi, rank, ranks)) memset(comm->mpi.staging, 0, MPI_EXCHANGE_STAGING_BYTES);
         ++*nccl_mpi_users();
     }
     *opened = comm;
