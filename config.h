@@ -77,13 +77,13 @@
     O(run, INTEGER, seed, "1337", "[0, 9007199254740991]", "of initialisation, data order, dropout and samples") \
     O(run, INTEGER, nproc, "1", "[1, 4096]", "ranks to start on this machine") \
     O(run, INTEGER, val_every, "250", "[0, 1e9]", "steps between validations; 0: none") \
-    O(run, INTEGER, val_steps, "0", "[0, 1e9]", "batches of a validation; 0: the whole split") \
+    O(run, INTEGER, val_steps, "0", "[0, 1e9]", "steps' worth of data (tokens_per_step) in a validation; 0: the whole split") \
     O(run, INTEGER, sample_every, "0", "[0, 1e9]", "steps between samples of text; 0: none") \
     O(run, INTEGER, sample_tokens, "200", "[1, 1048576]", "length of a sample, tokens") \
     O(run, NUMBER, sample_temperature, "0.8", "[0.001, 100]", "of a sample: above 1 more random, below 1 less") \
     O(run, INTEGER, sample_top_k, "40", "[0, 16777216]", "a sample draws from the k likeliest tokens; 0: from all") \
     O(run, TEXT, sample_prompt, "", "", "how a sample begins") \
-    O(run, INTEGER, log_every, "0", "[0, 1e9]", "steps between progress lines; 0: about one line a second") \
+    O(run, INTEGER, log_every, "0", "[0, 1e9]", "steps between progress lines; 0: a line every two seconds") \
     O(run, TEXT, log_dir, "", "", "directory for metrics, summary and checkpoints; none: nothing is written") \
     O(run, INTEGER, timeout, "300", "[1, 1e6]", "seconds that a rank waits for the others before the run fails") \
     O(checkpoint, INTEGER, checkpoint_every, "0", "[0, 1e9]", "steps between checkpoints; 0: none") \
@@ -332,12 +332,7 @@ static inline bool config_check(Config *config, int world_size, Error *error) {
     if (config->train_data[0] == '\0')
         return config_error(config, CONFIG_train_data, error,
                             "no training data: give --train-data FILE (scripts/quickstart.sh prepares some)");
-    if (config->val_data[0] == '\0') {
-        if (config->val_every > 0 && config->sources[CONFIG_val_every] != FROM_DEFAULT)
-            return config_error(config, CONFIG_val_every, error,
-                                "validation needs data: give --val-data FILE, or --val-every 0");
-        config->val_every = 0;
-    }
+    if (config->val_data[0] == '\0') config->val_every = 0; // nothing to validate on
     return true;
 }
 

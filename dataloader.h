@@ -342,10 +342,10 @@ static inline void validation_close(Validation *validation) {
     memset(validation, 0, sizeof *validation);
 }
 
-// Reads every window of the data set, or those of the first val_steps batches if that is not 0. `data` must outlive
-// it. Fails if no file holds one whole window.
+// Reads every window of the data set, or the first max_windows if that is not 0: the same windows however they fall
+// into batches and ranks. `data` must outlive it. Fails if no file holds one whole window.
 static inline bool validation_open(Validation *validation, const Dataset *data, int sequence_length, int micro_batch,
-                                   int64_t val_steps, int rank, int ranks, int vocab_size, Error *error) {
+                                   int64_t max_windows, int rank, int ranks, int vocab_size, Error *error) {
     memset(validation, 0, sizeof *validation);
     int64_t longest = 0;
     for (int i = 0; i < data->count; i++)
@@ -358,11 +358,9 @@ static inline bool validation_open(Validation *validation, const Dataset *data, 
     validation->ranks = ranks;
     windows_open(&validation->windows, data, sequence_length, true);
     reader_open(&validation->reader, &validation->windows, vocab_size);
-    int64_t per_batch = (int64_t)micro_batch * ranks;
-    validation->batches = (validation->windows.count + per_batch - 1) / per_batch;
-    if (val_steps > 0 && val_steps < validation->batches) validation->batches = val_steps;
-
-    int64_t end = validation->batches * per_batch; // of the windows read
+    if (max_windows > 0 && max_windows < validation->windows.count) validation->windows.count = max_windows;
+    int64_t per_batch = (int64_t)micro_batch * ranks, end = validation->windows.count;
+    validation->batches = (end + per_batch - 1) / per_batch;
     for (int i = 0; i < data->count; i++) {
         int64_t targets = data->shards[i].tokens - 1, before = validation->windows.first[i];
         int64_t room = end > before ? (end - before) * sequence_length : 0;

@@ -139,7 +139,10 @@ static inline void log_header(const Log *log, const Trainer *trainer, const char
            (long long)c->n_layer, (long long)c->n_head, (long long)c->n_embd, (long long)c->context_length,
            (long long)c->vocab_size, human_count((double)trainer->layout.parameters, a, sizeof a));
     printf("data     %s: %s tokens", c->train_data, human_count((double)train_tokens, a, sizeof a));
-    if (val_tokens > 0) printf("; validation %s: %s tokens", c->val_data, human_count((double)val_tokens, b, sizeof b));
+    if (val_tokens > 0)
+        printf("; validation %s: %s tokens", c->val_data, human_count((double)val_tokens, b, sizeof b));
+    else
+        printf("; no validation");
     printf("\n");
     printf("batch    %lld tokens a step: %d ranks x %lld micro-batches x %lld sequences x %lld tokens\n",
            (long long)c->tokens_per_step, trainer->comm.data.size, (long long)c->micro_batches,
@@ -172,9 +175,9 @@ static inline void log_step(Log *log, int64_t step, const StepResult *result, do
                 json_float(tokens_per_second, f[4], sizeof f[4]), json_float(mfu, f[5], sizeof f[5]));
         if (fflush(log->metrics) != 0) die("cannot write %s/metrics.jsonl: %s", c->log_dir, strerror(errno));
     }
-    // A line a second, or every log_every steps; the first and the last always.
+    // A line every two seconds, or every log_every steps; the first and the last always.
     const double now = now_seconds();
-    const bool due = c->log_every > 0 ? step % c->log_every == 0 : now - log->last_line >= 1.0;
+    const bool due = c->log_every > 0 ? step % c->log_every == 0 : now - log->last_line >= 2.0;
     if (!due && step != 1 && step != c->steps && result->updated) return;
     log->last_line = now;
     char rate[32], eta[32], share[32] = "";

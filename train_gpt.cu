@@ -25,6 +25,11 @@ static inline bool inputs_open(Inputs *inputs, const Config *config, Error *erro
     return tokenizer_open(&inputs->tokenizer, config->tokenizer, error);
 }
 
+// Windows of a validation: those of val_steps global batches; 0: all.
+static inline int64_t val_windows(const Config *config) {
+    return config->val_steps * (config->tokens_per_step / config->sequence_length);
+}
+
 static inline void inputs_close(Inputs *inputs) {
     tokenizer_close(&inputs->tokenizer);
     if (inputs->validates) dataset_close(&inputs->val);
@@ -136,7 +141,7 @@ DECLARE_TRAINER(TRAIN) {
               loader_open(&loader, &inputs.train, T, B, micro_batches, trainer.comm.data.rank, ranks,
                           (uint64_t)config->seed, V, &error);
     if (ok && inputs.validates)
-        ok = validation_open(&validation, &inputs.val, T, B, config->val_steps, trainer.comm.data.rank, ranks, V,
+        ok = validation_open(&validation, &inputs.val, T, B, val_windows(config), trainer.comm.data.rank, ranks, V,
                              &error);
     if (!comm_agree(&trainer.comm, &error)) comm_die_together(&trainer.comm, EXIT_INPUT, "%s", error.text);
     log_open(&log, config, place->rank, &error);
@@ -251,7 +256,7 @@ static bool check_inputs(const Config *config, Error *error) {
     bool ok = inputs_open(&inputs, config, error) &&
               loader_check_step(&inputs.train, T, config->tokens_per_step / T, (uint64_t)config->seed, V, 0, error);
     if (ok && inputs.validates) {
-        ok = validation_open(&validation, &inputs.val, T, B, config->val_steps, 0, 1, V, error) &&
+        ok = validation_open(&validation, &inputs.val, T, B, val_windows(config), 0, 1, V, error) &&
              validation_read(&validation, 0, &unused, &unused, error);
         if (ok) validation_close(&validation);
     }
