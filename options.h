@@ -336,6 +336,8 @@ static inline char *options_read_text(const char *path, Error *error) {
 // Says where `text` stops being JSON.
 static inline bool options_json_error(const char *path, const char *text, const char *stop, Error *error) {
     int line = 1, column = 1, depth = 0;
+    // cJSON has stepped over the first character of a key that is not in quotes.
+    if (stop > text && strchr(" \t\r\n{}[],:\"0123456789", stop[-1]) == NULL) stop--;
     for (const char *at = text; at < stop; at++) {
         column = *at == '\n' ? 1 : column + 1;
         line += *at == '\n';
