@@ -76,8 +76,11 @@ static inline size_t comm_type_bytes(ncclDataType_t type) {
     }
 }
 
-// Opens the communicators of this rank; with memory->planning nothing is opened, and `stream` is not used.
-static inline void comm_init(Comm *comm, Memory *memory, int rank, int world_size, cudaStream_t stream) {
+// Opens the communicators of this rank; with memory->planning nothing is opened, and `stream` is not used. A rank that
+// waits for the others for longer than `timeout` seconds dies (NCCL's interface has no such setting; the CPU device
+// reads it from the environment).
+static inline void comm_init(Comm *comm, Memory *memory, int rank, int world_size, int64_t timeout,
+                             cudaStream_t stream) {
     memset(comm, 0, sizeof *comm);
     comm->rank = rank;
     comm->world_size = world_size;
@@ -89,6 +92,9 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, int world_siz
     if (message_bytes < sizeof(Error)) message_bytes = sizeof(Error);
     comm->message = (char *)memory_alloc(memory, MEMORY_COMMUNICATION, message_bytes);
     if (comm->planning) return;
+    char seconds[32];
+    snprintf(seconds, sizeof seconds, "%lld", (long long)timeout);
+    setenv("TRAIN_GPT_TIMEOUT", seconds, 1);
     comm->answers = (char *)malloc((size_t)world_size * COMM_MAX_MESSAGE);
     if (comm->answers == NULL) die("no room for the answers of %d ranks", world_size);
     ncclUniqueId id;

@@ -34,7 +34,7 @@ static inline void trainer_build(Trainer *trainer, const Config *config, int ran
     const Strategy *strategy = strategy_find(config->strategy);
     if (strategy == NULL) die("no strategy is called %s", config->strategy);
 
-    comm_init(&trainer->comm, &trainer->memory, rank, world_size, communication);
+    comm_init(&trainer->comm, &trainer->memory, rank, world_size, config->timeout, communication);
     const LayoutCut cut = layout_whole(&shape, trainer->comm.data.size);
     layout_init(&trainer->layout, &shape, &cut);
     const OpsShape largest = {

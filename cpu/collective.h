@@ -43,9 +43,14 @@ static inline size_t collective_piece(size_t total, size_t first, size_t most) {
     return total - first < most ? total - first : most;
 }
 
-// How long a rank waits for the others before it gives up, in seconds.
+// How long a rank waits for the others before it gives up, in seconds: TRAIN_GPT_TIMEOUT, which comm.h sets from the
+// option `timeout`.
 static inline double *collective_timeout(void) {
-    static double seconds = 300;
+    static double seconds = 0;
+    if (seconds == 0) {
+        const char *text = getenv("TRAIN_GPT_TIMEOUT");
+        seconds = text != NULL && atof(text) > 0 ? atof(text) : 300;
+    }
     return &seconds;
 }
 

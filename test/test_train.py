@@ -235,3 +235,24 @@ def test_hello(tmp_path):
     assert process.returncode == 0 and "quickstart.sh" in process.stdout and process.stderr == ""
     process = run_program("--help")
     assert process.returncode == 0 and "--learning-rate" in process.stdout
+
+
+def test_a_stalled_rank_ends_the_job_in_time(tmp_path, texts):
+    log_dir = tmp_path / "log"
+    process = subprocess.Popen([str(PROGRAM), "--train-data", str(texts / "train.txt"), "--log-dir", str(log_dir),
+                                "--steps", "1000000", "--nproc", "2", "--n-embd", "32", "--timeout", "2"],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment())
+    deadline = time.time() + 60
+    while time.time() < deadline and not (log_dir / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    ranks = ranks_of(process.pid)
+    os.kill(ranks[1], signal.SIGSTOP)
+    stalled = time.time()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert time.time() - stalled < 2 + 5
+    assert "rank 0 of 2" in err and "waited" in err, err
+    deadline = time.time() + 5
+    while time.time() < deadline and ranks_alive(ranks):
+        time.sleep(0.1)
+    assert ranks_alive(ranks) == []

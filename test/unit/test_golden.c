@@ -53,7 +53,7 @@ static void run_open(Run *run, const Golden *golden) {
     cuda_check(cudaStreamCreate(&compute));
     cuda_check(cudaStreamCreateWithFlags(&communication, cudaStreamNonBlocking));
     layout_init(&run->layout, &shape, &cut);
-    comm_init(&run->comm, &run->memory, 0, 1, communication);
+    comm_init(&run->comm, &run->memory, 0, 1, 60, communication);
     const int rows = golden->B * golden->T;
     const OpsShape largest = {golden->B, golden->T, golden->C, golden->NH, golden->V, run->layout.padded_vocab, rows};
     ops_init(&run->ops, &run->memory, &largest, compute);
