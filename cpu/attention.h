@@ -35,24 +35,32 @@ static inline size_t attention_workspace(const OpsShape *shape, int threads) {
 // matrix (padded_rows, padded_width) = rows of src, `stride` apart, times scale; zeros around it.
 static inline void attention_copy(float *matrix, const floatX *src, size_t stride, int rows, int width, int padded_rows,
                                   size_t padded_width, float scale) {
-    for (int t = 0; t < padded_rows; t++) {
+    for (int t = 0; t < rows; t++) {
         float *to = matrix + (size_t)t * padded_width;
         const floatX *from = src + (size_t)t * stride;
-        int n = t < rows ? width : 0;
-        for (int d = 0; d < n; d++) to[d] = x_to_float(from[d]) * scale;
-        for (size_t d = (size_t)n; d < padded_width; d++) to[d] = 0.0f;
+#pragma omp simd
+        for (int d = 0; d < width; d++) to[d] = x_to_float(from[d]) * scale;
+        for (size_t d = (size_t)width; d < padded_width; d++) to[d] = 0.0f;
+    }
+    memset(matrix + (size_t)rows * padded_width, 0, (size_t)(padded_rows - rows) * padded_width * sizeof(float));
+}
+
+// rows of dst, `stride` apart, = rows of matrix, times scale.
+static inline void attention_store(floatX *dst, size_t stride, const float *matrix, size_t padded_width, int rows,
+                                   int width, float scale) {
+    for (int t = 0; t < rows; t++) {
+        floatX *to = dst + (size_t)t * stride;
+        const float *from = matrix + (size_t)t * padded_width;
+#pragma omp simd
+        for (int d = 0; d < width; d++) to[d] = float_to_x(from[d] * scale);
     }
 }
 
-// The same, transposed: matrix (padded_width, padded_rows).
-static inline void attention_copy_transposed(float *matrix, const floatX *src, size_t stride, int rows, int width,
-                                             int padded_rows, size_t padded_width) {
-    for (size_t d = 0; d < padded_width; d++) {
-        float *to = matrix + d * (size_t)padded_rows;
-        int n = d < (size_t)width ? rows : 0;
-        for (int t = 0; t < n; t++) to[t] = x_to_float(src[(size_t)t * stride + d]);
-        for (int t = n; t < padded_rows; t++) to[t] = 0.0f;
-    }
+// The transpose of a padded matrix: to (width, rows), from (rows, width).   rows and width are multiples of 16
+static inline void attention_transpose(float *to, const float *from, int rows, size_t width) {
+    for (int t = 0; t < rows; t += TILE_LANES)
+        for (size_t d = 0; d < width; d += TILE_LANES)
+            tile_transpose(to + d * (size_t)rows + t, (size_t)rows, from + (size_t)t * width + d, width);
 }
 
 // values[s] *= dropout factor of mask element `index` + s
@@ -77,36 +85,39 @@ OP void attention_forward(Ops *ops, floatX *out, float *lse, const floatX *qkv, 
         float *scores = result + ATTENTION_ROWS * HSp;
         int b = item / NH, h = item % NH;
         const floatX *q = qkv + (size_t)b * (size_t)T * 3 * C + (size_t)h * (size_t)HS;
-        attention_copy_transposed(keys, q + C, 3 * C, T, HS, Tp, HSp);
+        attention_copy(values, q + C, 3 * C, T, HS, Tp, HSp, 1.0f);
+        attention_transpose(keys, values, Tp, HSp);
         attention_copy(values, q + 2 * C, 3 * C, T, HS, Tp, HSp, 1.0f);
         for (int start = 0; start < T; start += ATTENTION_ROWS) {
             int rows = (int)smaller((size_t)(T - start), ATTENTION_ROWS), seen = start + ATTENTION_ROWS;
             attention_copy(queries, q + (size_t)start * 3 * C, 3 * C, rows, HS, ATTENTION_ROWS, HSp, scale);
             tile_product(scores, (size_t)Tp, queries, HSp, 1, keys, (size_t)Tp, ATTENTION_ROWS, seen, HS, 0);
-            float inverse[ATTENTION_ROWS] = {0};
-            for (int i = 0; i < ATTENTION_ROWS; i++) {
+            float inverse[ATTENTION_ROWS];
+            for (int i = 0; i < rows; i++) {
+                int t = start + i;
                 float *p = scores + (size_t)i * (size_t)Tp;
-                int t = start + i, count = i < rows ? t + 1 : 0; // keys 0..t; none in padding
+                // Keys after the query get probability 0. Whole blocks keep the loops free of remainders.
+                for (int s = t + 1; s < seen; s++) p[s] = -INFINITY;
                 float largest = -INFINITY, sum = 0.0f;
 #pragma omp simd reduction(max : largest)
-                for (int s = 0; s < count; s++) largest = p[s] > largest ? p[s] : largest;
+                for (int s = 0; s < seen; s++) largest = p[s] > largest ? p[s] : largest;
 #pragma omp simd reduction(+ : sum)
-                for (int s = 0; s < count; s++) {
+                for (int s = 0; s < seen; s++) {
                     p[s] = fast_exp(p[s] - largest);
                     sum += p[s];
                 }
-                for (int s = count; s < seen; s++) p[s] = 0.0f;
-                if (count == 0) continue;
                 inverse[i] = 1.0f / sum;
                 lse[(size_t)item * (size_t)T + (size_t)t] = largest + logf(sum);
                 if (dropout.rate != 0.0f)
-                    attention_dropout(p, count, dropout,
+                    attention_dropout(p, t + 1, dropout,
                                       dropout.first + ((uint64_t)item * (uint64_t)T + (uint64_t)t) * (uint64_t)T);
             }
             tile_product(result, HSp, scores, (size_t)Tp, 1, values, HSp, ATTENTION_ROWS, (int)HSp, seen, 0);
             for (int i = 0; i < rows; i++) {
                 floatX *o = out + ((size_t)b * (size_t)T + (size_t)(start + i)) * C + (size_t)h * (size_t)HS;
-                for (int d = 0; d < HS; d++) o[d] = float_to_x(result[(size_t)i * HSp + (size_t)d] * inverse[i]);
+                const float *r = result + (size_t)i * HSp;
+#pragma omp simd
+                for (int d = 0; d < HS; d++) o[d] = float_to_x(r[d] * inverse[i]);
             }
         }
     }
@@ -131,9 +142,10 @@ OP void attention_backward(Ops *ops, floatX *dqkv, const floatX *dout, const flo
         size_t first = (size_t)b * (size_t)T * 3 * C + (size_t)h * (size_t)HS;
         size_t first_out = (size_t)b * (size_t)T * C + (size_t)h * (size_t)HS;
         const floatX *q = qkv + first;
+        attention_copy(keys, q + 2 * C, 3 * C, T, HS, Tp, HSp, 1.0f);
+        attention_transpose(values_transposed, keys, Tp, HSp);
         attention_copy(keys, q + C, 3 * C, T, HS, Tp, HSp, 1.0f);
-        attention_copy_transposed(keys_transposed, q + C, 3 * C, T, HS, Tp, HSp);
-        attention_copy_transposed(values_transposed, q + 2 * C, 3 * C, T, HS, Tp, HSp);
+        attention_transpose(keys_transposed, keys, Tp, HSp);
         memset(dkeys, 0, 2 * matrix * sizeof(float));
         for (int start = 0; start < T; start += ATTENTION_ROWS) {
             int rows = (int)smaller((size_t)(T - start), ATTENTION_ROWS), seen = start + ATTENTION_ROWS;
@@ -141,13 +153,17 @@ OP void attention_backward(Ops *ops, floatX *dqkv, const floatX *dout, const flo
             const floatX *out_block = out + first_out + (size_t)start * C;
             attention_copy(queries, q + (size_t)start * 3 * C, 3 * C, rows, HS, ATTENTION_ROWS, HSp, scale);
             attention_copy(dresult, dout_block, C, rows, HS, ATTENTION_ROWS, HSp, 1.0f);
-            float dots[ATTENTION_ROWS]; // D
+            // D and lse; rows of padding have zero queries and dout, so that whatever their p, ds and p^T dout are
+            // zero.
+            float dots[ATTENTION_ROWS] = {0}, row_lse[ATTENTION_ROWS] = {0};
             for (int i = 0; i < rows; i++) {
+                const float *d_o = dresult + (size_t)i * HSp;
+                const floatX *o = out_block + (size_t)i * C;
                 float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
-                for (int d = 0; d < HS; d++)
-                    dot += dresult[(size_t)i * HSp + (size_t)d] * x_to_float(out_block[(size_t)i * C + (size_t)d]);
+                for (int d = 0; d < HS; d++) dot += d_o[d] * x_to_float(o[d]);
                 dots[i] = dot;
+                row_lse[i] = lse[(size_t)item * (size_t)T + (size_t)(start + i)];
             }
             for (int key = 0; key < seen; key += ATTENTION_KEYS) {
                 int width = (int)smaller((size_t)(seen - key), ATTENTION_KEYS);
@@ -157,22 +173,17 @@ OP void attention_backward(Ops *ops, floatX *dqkv, const floatX *dout, const flo
                              width, HS, 0);
                 for (int i = 0; i < ATTENTION_ROWS; i++) {
                     float *p_row = p + i * ATTENTION_KEYS, *dp_row = dp + i * ATTENTION_KEYS;
-                    int t = start + i, count = i < rows ? t + 1 - key : 0; // keys key..t; none in padding
-                    count = count < width ? count : width;
-                    if (count > 0) {
-                        float row_lse = lse[(size_t)item * (size_t)T + (size_t)t], dot = dots[i];
-                        float factors[ATTENTION_KEYS];
-                        dropout_factors(factors, count, dropout,
-                                        dropout.first + ((uint64_t)item * (uint64_t)T + (uint64_t)t) * (uint64_t)T +
-                                            (uint64_t)key);
+                    float l = row_lse[i], dot = dots[i], factors[ATTENTION_KEYS];
+                    uint64_t t = (uint64_t)(start + i);
+                    for (int s = start + i + 1 > key ? start + i + 1 - key : 0; s < width; s++) p_row[s] = -INFINITY;
+                    dropout_factors(factors, width, dropout,
+                                    dropout.first + ((uint64_t)item * (uint64_t)T + t) * (uint64_t)T + (uint64_t)key);
 #pragma omp simd
-                        for (int s = 0; s < count; s++) {
-                            float probability = fast_exp(p_row[s] - row_lse);
-                            p_row[s] = probability * factors[s];
-                            dp_row[s] = probability * (dp_row[s] * factors[s] - dot);
-                        }
+                    for (int s = 0; s < width; s++) {
+                        float probability = fast_exp(p_row[s] - l);
+                        p_row[s] = probability * factors[s];
+                        dp_row[s] = probability * (dp_row[s] * factors[s] - dot);
                     }
-                    for (int s = count > 0 ? count : 0; s < width; s++) p_row[s] = dp_row[s] = 0.0f;
                 }
                 tile_product(dqueries, HSp, dp, ATTENTION_KEYS, 1, keys + (size_t)key * HSp, HSp, ATTENTION_ROWS,
                              (int)HSp, width, key != 0);
@@ -181,16 +192,10 @@ OP void attention_backward(Ops *ops, floatX *dqkv, const floatX *dout, const flo
                 tile_product(dvalues + (size_t)key * HSp, HSp, p, 1, ATTENTION_KEYS, dresult, HSp, width, (int)HSp,
                              ATTENTION_ROWS, 1);
             }
-            for (int i = 0; i < rows; i++)
-                for (int d = 0; d < HS; d++)
-                    dqkv[first + (size_t)(start + i) * 3 * C + (size_t)d] =
-                        float_to_x(dqueries[(size_t)i * HSp + (size_t)d] * scale);
+            attention_store(dqkv + first + (size_t)start * 3 * C, 3 * C, dqueries, HSp, rows, HS, scale);
         }
-        for (int t = 0; t < T; t++) {
-            floatX *dk = dqkv + first + (size_t)t * 3 * C + C, *dv = dk + C;
-            for (int d = 0; d < HS; d++) dk[d] = float_to_x(dkeys[(size_t)t * HSp + (size_t)d]);
-            for (int d = 0; d < HS; d++) dv[d] = float_to_x(dvalues[(size_t)t * HSp + (size_t)d]);
-        }
+        attention_store(dqkv + first + C, 3 * C, dkeys, HSp, T, HS, 1.0f);
+        attention_store(dqkv + first + 2 * C, 3 * C, dvalues, HSp, T, HS, 1.0f);
     }
 }
 

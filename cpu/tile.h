@@ -49,6 +49,34 @@ static inline __attribute__((always_inline)) void tile_block(float *c, size_t ld
         for (int j = 0; j < vectors; j++) *(TileVector *)(c + (size_t)i * ldc + j * TILE_LANES) = sums[i][j];
 }
 
+// to (16, 16) = the transpose of from (16, 16); rows are ld_to and ld_from apart. Blocks of 8, 4, 2, 1 off the diagonal
+// change places.
+static inline void tile_transpose(float *to, size_t ld_to, const float *from, size_t ld_from) {
+    typedef int TileIndex __attribute__((vector_size(64)));
+    typedef float TileRow __attribute__((vector_size(64)));
+    TileRow row[TILE_LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE_LANES; i++) memcpy(&row[i], from + (size_t)i * ld_from, sizeof row[i]);
+#pragma GCC unroll 4
+    for (int size = TILE_LANES / 2; size > 0; size /= 2) {
+        TileIndex upper, lower; // of the 32 lanes of two rows
+#pragma GCC unroll 16
+        for (int j = 0; j < TILE_LANES; j++) {
+            upper[j] = j & size ? TILE_LANES + j - size : j;
+            lower[j] = j & size ? TILE_LANES + j : j + size;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < TILE_LANES; i++)
+            if (!(i & size)) {
+                TileRow a = row[i], b = row[i + size];
+                row[i] = __builtin_shuffle(a, b, upper);
+                row[i + size] = __builtin_shuffle(a, b, lower);
+            }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE_LANES; i++) memcpy(to + (size_t)i * ld_to, &row[i], sizeof row[i]);
+}
+
 // c (M, N) (+)= a (M, K) b (K, N). Element (i, k) of a is a[i * a_row + k * a_col], so a may be a transposed matrix;
 // rows of b and c are ldb and ldc apart. M is a multiple of 8, N of 16.
 static inline void tile_product(float *c, size_t ldc, const float *a, size_t a_row, size_t a_col, const float *b,
