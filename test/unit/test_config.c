@@ -338,7 +338,9 @@ static void test_round_trip(void **state) {
         assert_memory_equal(&config, &written, offsetof(Config, sources));
     }
     // The file names every option, once.
-    cJSON *root = cJSON_Parse(options_read_text(resolved, &error));
+    char *text = options_read_text(resolved, &error);
+    cJSON *root = cJSON_Parse(text);
+    free(text);
     assert_non_null(root);
     assert_null(cJSON_GetObjectItem(root, "published"));
     OptionTable table = config_table(&config);
