@@ -204,7 +204,7 @@ static inline void launch_exec(pid_t launcher, char *const *arguments) {
     if (null >= 0) dup2(null, STDIN_FILENO);
     signal(SIGTERM, SIG_DFL);
     signal(SIGINT, SIG_DFL);
-    signal(SIGUSR1, SIG_IGN); // until mpirun listens: it must not die of what it is to pass on
+    signal(SIGUSR1, SIG_DFL);
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
@@ -288,7 +288,8 @@ static inline int launch_ranks(int nproc, char **argv) {
     if (killed != 0) return 128 + killed;
     const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     if (code <= 128) return code;
-    if (asked && code == 128 + SIGUSR1) return EXIT_STOPPED; // before the ranks listened: nothing was there to save
+    if (asked && code == 128 + SIGUSR1)
+        return EXIT_STOPPED; // before mpirun or the ranks listened: nothing was there to save
     fprintf(stderr, "train_gpt: %s was ended by signal %d (%s)\n", WIFEXITED(status) ? "a rank" : "mpirun", code - 128,
             strsignal(code - 128));
     return EXIT_RUN;

@@ -209,6 +209,20 @@ static pid_t rank_pid(int rank) {
     return -1;
 }
 
+// Waits until a launcher has forked mpirun, which then takes a while to listen.
+static void wait_for_mpirun(pid_t launcher) {
+    char name[64];
+    int pid = 0;
+    snprintf(name, sizeof name, "/proc/%d/task/%d/children", (int)launcher, (int)launcher);
+    for (const double begin = now(); pid == 0; usleep(500)) {
+        FILE *file = fopen(name, "r");
+        assert_non_null(file);
+        if (fscanf(file, "%d", &pid) != 1) pid = 0;
+        fclose(file);
+        if (now() - begin > 30) fail_msg("mpirun did not start");
+    }
+}
+
 // The exit code of a launcher, which has to end within some seconds.
 static int finish(pid_t launcher, double seconds) {
     int status = 0;
@@ -286,7 +300,7 @@ static void test_signals(void **state) {
             rank_pid(0);
             rank_pid(1);
         } else { // while mpirun is starting
-            usleep(i == 3 ? 20000 : 60000);
+            wait_for_mpirun(launchers[i]);
         }
         kill(launchers[i], signals[i]);
     }
