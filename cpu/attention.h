@@ -17,12 +17,12 @@ enum { ATTENTION_ROWS = 32, ATTENTION_KEYS = 128 };
 // Floats of a thread's workspace. forward: k^T, v, and q, out, scores of a block; backward: k, k^T, v^T, dk, dv, and q,
 // dout, dq, probabilities, gradients of scores of a block.
 static inline size_t attention_forward_floats(int T, int HS) {
-    size_t t = round_up((size_t)T, ATTENTION_ROWS), hs = round_up((size_t)HS, TILE_LANES);
+    size_t t = round_up((size_t)T, ATTENTION_ROWS), hs = round_up((size_t)HS, TILE_PAD);
     return 2 * t * hs + ATTENTION_ROWS * (2 * hs + t);
 }
 
 static inline size_t attention_backward_floats(int T, int HS) {
-    size_t t = round_up((size_t)T, ATTENTION_ROWS), hs = round_up((size_t)HS, TILE_LANES);
+    size_t t = round_up((size_t)T, ATTENTION_ROWS), hs = round_up((size_t)HS, TILE_PAD);
     return 5 * t * hs + ATTENTION_ROWS * (3 * hs + 2 * ATTENTION_KEYS);
 }
 
@@ -76,7 +76,7 @@ static inline void attention_dropout(float *values, int count, Dropout dropout, 
 OP void attention_forward(Ops *ops, floatX *out, float *lse, const floatX *qkv, int B, int T, int NH, int HS,
                           Dropout dropout) {
     int Tp = (int)round_up((size_t)T, ATTENTION_ROWS);
-    size_t HSp = round_up((size_t)HS, TILE_LANES), C = (size_t)NH * (size_t)HS, matrix = (size_t)Tp * HSp;
+    size_t HSp = round_up((size_t)HS, TILE_PAD), C = (size_t)NH * (size_t)HS, matrix = (size_t)Tp * HSp;
     float scale = 1.0f / sqrtf((float)HS);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(ops->threads)
     for (int item = 0; item < B * NH; item++) {
@@ -128,7 +128,7 @@ OP void attention_forward(Ops *ops, floatX *out, float *lse, const floatX *qkv, 
 OP void attention_backward(Ops *ops, floatX *dqkv, const floatX *dout, const floatX *qkv, const floatX *out,
                            const float *lse, int B, int T, int NH, int HS, Dropout dropout) {
     int Tp = (int)round_up((size_t)T, ATTENTION_ROWS);
-    size_t HSp = round_up((size_t)HS, TILE_LANES), C = (size_t)NH * (size_t)HS, matrix = (size_t)Tp * HSp;
+    size_t HSp = round_up((size_t)HS, TILE_PAD), C = (size_t)NH * (size_t)HS, matrix = (size_t)Tp * HSp;
     float scale = 1.0f / sqrtf((float)HS);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(ops->threads)
     for (int item = 0; item < B * NH; item++) {

@@ -5,18 +5,30 @@
 #include <stddef.h>
 #include <string.h>
 
-// Sixteen floats; the compiler splits them over whatever registers the machine has. Aligned like a float, because rows
-// start anywhere.
-typedef float TileVector __attribute__((vector_size(64), aligned(4), may_alias));
-
-enum { TILE_LANES = 16 };
-
-// Sums held in registers: TILE_ROWS rows of TILE_WIDE vectors, as many as leave registers for the operands.
-#ifdef __AVX512F__
-enum { TILE_ROWS = 8, TILE_WIDE = 2 };
+// The machine's vectors, and how many sums fit its registers beside the operands: TILE_ROWS rows of TILE_WIDE vectors.
+// TILE_PAD is what the sizes of matrices are padded to, a multiple of all of these.
+#if defined(__AVX512F__)
+enum { TILE_LANES = 16, TILE_ROWS = 8, TILE_WIDE = 2 };
+#elif defined(__AVX__)
+enum { TILE_LANES = 8, TILE_ROWS = 4, TILE_WIDE = 2 };
 #else
-enum { TILE_ROWS = 4, TILE_WIDE = 1 };
+enum { TILE_LANES = 4, TILE_ROWS = 4, TILE_WIDE = 2 };
 #endif
+enum { TILE_PAD = 16 };
+
+typedef float TileVector __attribute__((vector_size(4 * TILE_LANES)));
+typedef int TileIndex __attribute__((vector_size(4 * TILE_LANES)));
+
+// Rows start anywhere, so vectors are not aligned in memory.
+static inline TileVector tile_load(const float *from) {
+    TileVector vector;
+    memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
+static inline void tile_store(float *to, TileVector vector) {
+    memcpy(to, &vector, sizeof vector);
+}
 
 // c (TILE_ROWS, vectors * TILE_LANES) (+)= a b over K. `vectors` is a constant where this is inlined.
 static inline __attribute__((always_inline)) void tile_block(float *c, size_t ldc, const float *a, size_t a_row,
@@ -28,14 +40,14 @@ static inline __attribute__((always_inline)) void tile_block(float *c, size_t ld
 #pragma GCC unroll 2
         for (int j = 0; j < vectors; j++) {
             if (accumulate)
-                sums[i][j] = *(const TileVector *)(c + (size_t)i * ldc + j * TILE_LANES);
+                sums[i][j] = tile_load(c + (size_t)i * ldc + j * TILE_LANES);
             else
                 sums[i][j] = zero;
         }
     for (int k = 0; k < K; k++) {
         TileVector b_k[TILE_WIDE];
 #pragma GCC unroll 2
-        for (int j = 0; j < vectors; j++) b_k[j] = *(const TileVector *)(b + (size_t)k * ldb + j * TILE_LANES);
+        for (int j = 0; j < vectors; j++) b_k[j] = tile_load(b + (size_t)k * ldb + j * TILE_LANES);
 #pragma GCC unroll 8
         for (int i = 0; i < TILE_ROWS; i++) {
             float a_ik = a[(size_t)i * a_row + (size_t)k * a_col];
@@ -46,20 +58,18 @@ static inline __attribute__((always_inline)) void tile_block(float *c, size_t ld
 #pragma GCC unroll 8
     for (int i = 0; i < TILE_ROWS; i++)
 #pragma GCC unroll 2
-        for (int j = 0; j < vectors; j++) *(TileVector *)(c + (size_t)i * ldc + j * TILE_LANES) = sums[i][j];
+        for (int j = 0; j < vectors; j++) tile_store(c + (size_t)i * ldc + j * TILE_LANES, sums[i][j]);
 }
 
-// to (16, 16) = the transpose of from (16, 16); rows are ld_to and ld_from apart. Blocks of 8, 4, 2, 1 off the diagonal
-// change places.
+// to (TILE_LANES, TILE_LANES) = the transpose of from; rows are ld_to and ld_from apart. Blocks off the diagonal change
+// places, the halves first, then the halves of the quarters, down to single elements.
 static inline void tile_transpose(float *to, size_t ld_to, const float *from, size_t ld_from) {
-    typedef int TileIndex __attribute__((vector_size(64)));
-    typedef float TileRow __attribute__((vector_size(64)));
-    TileRow row[TILE_LANES];
+    TileVector row[TILE_LANES];
 #pragma GCC unroll 16
-    for (int i = 0; i < TILE_LANES; i++) memcpy(&row[i], from + (size_t)i * ld_from, sizeof row[i]);
+    for (int i = 0; i < TILE_LANES; i++) row[i] = tile_load(from + (size_t)i * ld_from);
 #pragma GCC unroll 4
     for (int size = TILE_LANES / 2; size > 0; size /= 2) {
-        TileIndex upper, lower; // of the 32 lanes of two rows
+        TileIndex upper, lower; // which of the lanes of two rows
 #pragma GCC unroll 16
         for (int j = 0; j < TILE_LANES; j++) {
             upper[j] = j & size ? TILE_LANES + j - size : j;
@@ -68,17 +78,18 @@ static inline void tile_transpose(float *to, size_t ld_to, const float *from, si
 #pragma GCC unroll 16
         for (int i = 0; i < TILE_LANES; i++)
             if (!(i & size)) {
-                TileRow a = row[i], b = row[i + size];
+                TileVector a = row[i], b = row[i + size];
                 row[i] = __builtin_shuffle(a, b, upper);
                 row[i + size] = __builtin_shuffle(a, b, lower);
             }
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < TILE_LANES; i++) memcpy(to + (size_t)i * ld_to, &row[i], sizeof row[i]);
+    for (int i = 0; i < TILE_LANES; i++) tile_store(to + (size_t)i * ld_to, row[i]);
 }
 
 // c (M, N) (+)= a (M, K) b (K, N). Element (i, k) of a is a[i * a_row + k * a_col], so a may be a transposed matrix;
-// rows of b and c are ldb and ldc apart. M is a multiple of 8, N of 16.
+// rows of b and c are ldb and ldc apart. M and N are multiples of
+// TILE_PAD.
 static inline void tile_product(float *c, size_t ldc, const float *a, size_t a_row, size_t a_col, const float *b,
                                 size_t ldb, int M, int N, int K, int accumulate) {
     int j = 0;
