@@ -6,7 +6,13 @@
 //   PRODUCT_BACKWARD_WEIGHT w = y^T x
 // bf16 goes through the inner product primitive, which is the fast one for plain row-major matrices; a primitive is
 // made the first time that a shape is seen and kept. fp32 backward goes through dnnl_sgemm, which can add to its
-// result. oneDNN may split a sum over its threads: bits repeat for the same number of threads, not across numbers.
+// result.
+//
+// Nothing here allocates once a shape has been seen, but oneDNN's kernels take packing buffers of a few megabytes from
+// malloc at each call. So malloc must keep freed memory (mallopt, at the program's start), or each call pays for fresh
+// pages.
+//
+// oneDNN may split a sum over its threads: bits repeat for the same number of threads, not across numbers.
 #ifndef CPU_ONEDNN_H
 #define CPU_ONEDNN_H
 

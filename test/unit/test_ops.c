@@ -12,6 +12,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <cmocka.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #include "ops.h"
 
 #if defined(PRECISION_FP32)
@@ -733,7 +735,7 @@ static void test_adamw(void **state) {
     Ops *ops = open_ops(1, 1, 8, 1, 2, 2, 1);
     size_t n = 5003, n_decay = 3001;
     for (int with_master = BF16; with_master < 2; with_master++) {
-        AdamW hyper = {3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.37f, 0};
+        AdamW hyper = {3e-3f, 0.9f, 0.95f, 1e-3f, 0.1f, 0.37f, 0}; // an epsilon that matters
         Tensor p = tensor(n, 1, 0, 1);
         float *master = with_master ? NEW(float, n) : NULL, *m = NEW(float, n), *v = NEW(float, n);
         double *want = doubles(n), *want_m = doubles(n), *want_v = doubles(n);
@@ -771,6 +773,35 @@ static void test_adamw(void **state) {
     }
     close_ops(ops);
 }
+
+#if !defined(PRECISION_FP32)
+// bf16 parameters without masters would lose small updates: refused with a message, not done badly.
+static void test_adamw_needs_master(void **state) {
+    (void)state;
+    int ends[2];
+    assert_int_equal(pipe(ends), 0);
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], STDERR_FILENO);
+        Ops ops;
+        memset(&ops, 0, sizeof ops);
+        AdamW hyper = {3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f, 1};
+        floatX p = float_to_x(1.0f);
+        gradX g = float_to_g(1.0f);
+        float m = 0.0f, v = 0.0f;
+        adamw_update(&ops, &hyper, &p, NULL, &m, &v, &g, 1, 1);
+        _exit(0);
+    }
+    close(ends[1]);
+    char message[512] = {0};
+    assert_true(read(ends[0], message, sizeof message - 1) > 0);
+    close(ends[0]);
+    int status;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == EXIT_RUN);
+    assert_non_null(strstr(message, "master weights"));
+}
+#endif
 
 // The same bits for any number of threads, and again
 
@@ -911,6 +942,9 @@ int main(void) {
         cmocka_unit_test(test_classifier),
         cmocka_unit_test(test_sums),
         cmocka_unit_test(test_adamw),
+#if !defined(PRECISION_FP32)
+        cmocka_unit_test(test_adamw_needs_master),
+#endif
         cmocka_unit_test(test_bits_do_not_depend_on_threads),
         cmocka_unit_test(test_matmul_repeats),
         cmocka_unit_test(test_workspace_is_planned),
