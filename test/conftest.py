@@ -63,7 +63,7 @@ class Run:
 
 def environment(extra=None):
     """The tests' environment without what would make a process believe it is a rank, or bind its threads."""
-    prefixes = ("OMPI_", "PMI", "SLURM_", "OMP_", "TRAIN_GPT_")
+    prefixes = ("OMPI_", "PMI", "SLURM_", "OMP_", "GOMP_", "TRAIN_GPT_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
     for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         env.pop(key, None)
