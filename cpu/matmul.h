@@ -20,7 +20,7 @@ enum { MATMUL_BF16 = 0 };
 enum { MATMUL_BF16 = 1 };
 #endif
 
-// The workspace: fp32 sums, and copies of operands. `fourfold` is the widest layer's 4 C.
+// The workspace: fp32 sums, and copies of operands. No layer but the head is wider than 4 C.
 typedef struct {
     float *sums;  // (MATMUL_ROWS, 4 C), or a strip of weights: at most 4 C * C
     float *x, *w; // fp32 copies of a block of inputs and a strip of weights
@@ -59,12 +59,6 @@ static inline int matmul_strip(const OpsShape *shape, int C, int OC) {
     if ((size_t)C > 4 * model_C) die("a layer with %d inputs exceeds the workspace's 4 x %d", C, shape->C);
     return (int)smaller((size_t)OC, smaller(4 * model_C, 4 * model_C * model_C / (size_t)C));
 }
-
-#if defined(PRECISION_FP32)
-#define DNNL_FLOATX dnnl_f32
-#else
-#define DNNL_FLOATX dnnl_bf16
-#endif
 
 #if !defined(PRECISION_FP32)
 
