@@ -75,7 +75,7 @@ enum { SITE_EMBEDDING, SITE_ATTENTION, SITE_ATTPROJ, SITE_MLPPROJ, SITES };
 
 static inline size_t arena_carve(size_t *used, size_t bytes) {
     const size_t at = *used;
-    *used += layout_round_up(bytes, 256);
+    *used += round_up(bytes, 256);
     return at;
 }
 

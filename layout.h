@@ -99,7 +99,7 @@ typedef struct {
     size_t max_block_size;
 } Layout;
 
-static inline size_t layout_round_up(size_t n, size_t multiple) {
+static inline size_t round_up(size_t n, size_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
@@ -121,13 +121,13 @@ static inline void layout_add_tensor(Unit *unit, const char *name, int id, size_
     tensor->sliced = padded_full / (size_t)slices;
     tensor->sliced_full = full;
     tensor->sliced_first = tensor->sliced * (size_t)slice;
-    tensor->offset = layout_round_up(unit->size, LAYOUT_ALIGN);
+    tensor->offset = round_up(unit->size, LAYOUT_ALIGN);
     tensor->size = outer * tensor->sliced * inner;
     tensor->matrix = init == INIT_NORMAL;
     tensor->init = init;
     tensor->init_std = init_std;
     unit->size = tensor->offset + tensor->size;
-    if (tensor->matrix) unit->decay_size = layout_round_up(unit->size, LAYOUT_ALIGN);
+    if (tensor->matrix) unit->decay_size = round_up(unit->size, LAYOUT_ALIGN);
 }
 
 static inline Unit *layout_add_unit(Layout *layout, UnitKind kind, int layer) {
@@ -144,7 +144,7 @@ static inline Unit *layout_add_unit(Layout *layout, UnitKind kind, int layer) {
 }
 
 static inline void layout_close_unit(Layout *layout, Unit *unit) {
-    unit->size = layout_round_up(unit->size, (size_t)layout->cut.data_parallel * LAYOUT_ALIGN);
+    unit->size = round_up(unit->size, (size_t)layout->cut.data_parallel * LAYOUT_ALIGN);
     unit->offset = layout->size;
     layout->size += unit->size;
     if (unit->kind == UNIT_BLOCK && unit->size > layout->max_block_size) layout->max_block_size = unit->size;
@@ -168,7 +168,7 @@ static inline void layout_init(Layout *layout, const ModelShape *shape, const La
     layout->wte = layout->wpe = layout->first_block = layout->final = -1;
     const size_t C = (size_t)shape->n_embd, H = (size_t)shape->n_head, V = (size_t)shape->vocab_size;
     const int S = cut->tensor_parallel, s = cut->tensor_rank, L = shape->n_layer;
-    const size_t Vp = layout_round_up(V, 128 * (size_t)S);
+    const size_t Vp = round_up(V, 128 * (size_t)S);
     layout->padded_vocab = (int)Vp;
     // GPT-2's initialisation: N(0, 0.02); projections into the residual stream are scaled by 1/sqrt(2L).
     const float std = 0.02f, residual_std = 0.02f / sqrtf(2.0f * (float)L);

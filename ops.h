@@ -34,11 +34,19 @@ typedef float gradX;
 
 // Conversions on the host, for what fills or reads buffers outside the ops.
 #if defined(PRECISION_FP32)
-static inline floatX floatX_from(float x) { return x; }
-static inline float floatX_to_float(floatX x) { return x; }
+static inline floatX floatX_from(float x) {
+    return x;
+}
+static inline float floatX_to_float(floatX x) {
+    return x;
+}
 #else
-static inline floatX floatX_from(float x) { return __float2bfloat16(x); }
-static inline float floatX_to_float(floatX x) { return __bfloat162float(x); }
+static inline floatX floatX_from(float x) {
+    return __float2bfloat16(x);
+}
+static inline float floatX_to_float(floatX x) {
+    return __bfloat162float(x);
+}
 #endif
 
 #ifndef OP
@@ -138,7 +146,8 @@ OP void round_to_params(Ops *ops, floatX *params, const float *master, size_t n)
 // One AdamW step (Loshchilov, Hutter, ICLR 2019; the bias-corrected form that PyTorch uses), in fp32:
 //   g = grad * grad_scale; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
 //   p = p (1 - lr * decay) - lr * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + epsilon)
-// on master, which is then rounded to params; master NULL (fp32 only): on params. decay applies to elements [0, n_decay).
+// on master, which is then rounded to params; master NULL (fp32 only): on params. decay applies to elements [0,
+// n_decay).
 typedef struct {
     float learning_rate, beta1, beta2, epsilon, weight_decay;
     float grad_scale; // what clipping multiplies gradients by

@@ -78,7 +78,9 @@ static inline const char *option_flag(char flag[64], const char *key) {
 static inline const char *option_where(const OptionTable *table, int i, OptionSource source, char where[256]) {
     const Option *option = &table->options[i];
     char flag[64];
-    if (source == FROM_FLAG)
+    if (source == FROM_FLAG && strchr(option->key, '_') != NULL) // the key is spelled differently
+        snprintf(where, 256, "%s (%s)", option_flag(flag, option->key), option->key);
+    else if (source == FROM_FLAG)
         snprintf(where, 256, "%s", option_flag(flag, option->key));
     else if (source == FROM_FILE)
         snprintf(where, 256, "%.180s: %s.%s", table->file, option->section, option->key);

@@ -1,9 +1,9 @@
 // random.h: random numbers that depend on what they are for and never on who draws them.
 //
-// Every number is a pure function of (key, index): no state, so initialisation, dropout, shuffling and sampling come out
-// the same on any number of ranks, in any order, on any device. The generator is Philox4x32-10 (Salmon, Moraes, Dror,
-// Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a key of 64 bits and a counter of 128, four 32-bit
-// words out. A key comes from the seed, a purpose and two numbers (a step, a tensor), see random_key().
+// Every number is a pure function of (key, index): no state, so initialisation, dropout, shuffling and sampling come
+// out the same on any number of ranks, in any order, on any device. The generator is Philox4x32-10 (Salmon, Moraes,
+// Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a key of 64 bits and a counter of 128, four
+// 32-bit words out. A key comes from the seed, a purpose and two numbers (a step, a tensor), see random_key().
 #ifndef RANDOM_H
 #define RANDOM_H
 
@@ -63,10 +63,14 @@ HOST_DEVICE Random4 random4(uint64_t key, uint64_t counter) {
 }
 
 // Word `index` of the stream of a key: element i of a tensor uses random_u32(key, i).
-HOST_DEVICE uint32_t random_u32(uint64_t key, uint64_t index) { return random4(key, index >> 2).word[index & 3]; }
+HOST_DEVICE uint32_t random_u32(uint64_t key, uint64_t index) {
+    return random4(key, index >> 2).word[index & 3];
+}
 
 // Uniform in (0, 1): 24 bits, never 0 or 1, so that log() of it is finite.
-HOST_DEVICE float random_uniform(uint32_t word) { return ((float)(word >> 8) + 0.5f) * (1.0f / 16777216.0f); }
+HOST_DEVICE float random_uniform(uint32_t word) {
+    return ((float)(word >> 8) + 0.5f) * (1.0f / 16777216.0f);
+}
 
 // Standard normal variate `index` of a key, by Box and Muller (1958): variates 2k and 2k+1 share two uniform words.
 // In double precision, so that C libraries differ at most in the last bit of the float.

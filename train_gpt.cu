@@ -89,7 +89,7 @@ static void sample(Trainer *trainer, const Config *config, const Tokenizer *toke
         // The last T tokens are the context; after them stands padding, which a causal model does not see. Lengths are
         // rounded up so that few shapes occur.
         const int length = count < T ? count : T, first = count - length;
-        const int rounded = (int)layout_round_up((size_t)length, 64);
+        const int rounded = (int)round_up((size_t)length, 64);
         MicroBatch batch;
         memset(&batch, 0, sizeof batch);
         batch.B = 1;

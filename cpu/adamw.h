@@ -7,7 +7,7 @@
 
 OP void round_to_params(Ops *ops, floatX *params, const float *master, size_t n) {
 #pragma omp parallel for simd schedule(static) num_threads(ops->threads)
-    for (size_t i = 0; i < n; i++) params[i] = float_to_x(master[i]);
+    for (size_t i = 0; i < n; i++) params[i] = floatX_from(master[i]);
 }
 
 // What a step's elements share, computed once, in double.
@@ -31,13 +31,14 @@ static inline void adamw_range(Ops *ops, AdamWStep s, floatX *params, float *mas
     if (master != NULL) {
 #pragma omp parallel for simd schedule(static) num_threads(ops->threads)
         for (size_t i = start; i < end; i++) {
-            master[i] = adamw_element(&s, master[i], &m[i], &v[i], g_to_float(grads[i]));
-            params[i] = float_to_x(master[i]);
+            master[i] = adamw_element(&s, master[i], &m[i], &v[i], gradX_to_float(grads[i]));
+            params[i] = floatX_from(master[i]);
         }
     } else {
 #pragma omp parallel for simd schedule(static) num_threads(ops->threads)
         for (size_t i = start; i < end; i++)
-            params[i] = float_to_x(adamw_element(&s, x_to_float(params[i]), &m[i], &v[i], g_to_float(grads[i])));
+            params[i] =
+                floatX_from(adamw_element(&s, floatX_to_float(params[i]), &m[i], &v[i], gradX_to_float(grads[i])));
     }
 }
 

@@ -39,7 +39,7 @@ static inline void attention_copy(float *matrix, const floatX *src, size_t strid
         float *to = matrix + (size_t)t * padded_width;
         const floatX *from = src + (size_t)t * stride;
 #pragma omp simd
-        for (int d = 0; d < width; d++) to[d] = x_to_float(from[d]) * scale;
+        for (int d = 0; d < width; d++) to[d] = floatX_to_float(from[d]) * scale;
         for (size_t d = (size_t)width; d < padded_width; d++) to[d] = 0.0f;
     }
     memset(matrix + (size_t)rows * padded_width, 0, (size_t)(padded_rows - rows) * padded_width * sizeof(float));
@@ -52,7 +52,7 @@ static inline void attention_store(floatX *dst, size_t stride, const float *matr
         floatX *to = dst + (size_t)t * stride;
         const float *from = matrix + (size_t)t * padded_width;
 #pragma omp simd
-        for (int d = 0; d < width; d++) to[d] = float_to_x(from[d] * scale);
+        for (int d = 0; d < width; d++) to[d] = floatX_from(from[d] * scale);
     }
 }
 
@@ -117,7 +117,7 @@ OP void attention_forward(Ops *ops, floatX *out, float *lse, const floatX *qkv, 
                 floatX *o = out + ((size_t)b * (size_t)T + (size_t)(start + i)) * C + (size_t)h * (size_t)HS;
                 const float *r = result + (size_t)i * HSp;
 #pragma omp simd
-                for (int d = 0; d < HS; d++) o[d] = float_to_x(r[d] * inverse[i]);
+                for (int d = 0; d < HS; d++) o[d] = floatX_from(r[d] * inverse[i]);
             }
         }
     }
@@ -161,7 +161,7 @@ OP void attention_backward(Ops *ops, floatX *dqkv, const floatX *dout, const flo
                 const floatX *o = out_block + (size_t)i * C;
                 float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
-                for (int d = 0; d < HS; d++) dot += d_o[d] * x_to_float(o[d]);
+                for (int d = 0; d < HS; d++) dot += d_o[d] * floatX_to_float(o[d]);
                 dots[i] = dot;
                 row_lse[i] = lse[(size_t)item * (size_t)T + (size_t)(start + i)];
             }

@@ -28,7 +28,7 @@ OP void classifier(Ops *ops, floatX *logits, float *losses, const int *targets, 
             float largest = -INFINITY;
 #pragma omp simd reduction(max : largest)
             for (int i = 0; i < V; i++) {
-                float value = x_to_float(x[i]);
+                float value = floatX_to_float(x[i]);
                 largest = value > largest ? value : largest;
             }
             double sum = 0.0;
@@ -37,18 +37,18 @@ OP void classifier(Ops *ops, floatX *logits, float *losses, const int *targets, 
                 int end = V - start < STRIP ? V : start + STRIP;
 #pragma omp simd reduction(+ : strip)
                 for (int i = start; i < end; i++) {
-                    exponentials[i] = fast_exp(x_to_float(x[i]) - largest);
+                    exponentials[i] = fast_exp(floatX_to_float(x[i]) - largest);
                     strip += exponentials[i];
                 }
                 sum += (double)strip;
             }
-            losses[row] = (float)(log(sum) + (double)largest - (double)x_to_float(x[target]));
+            losses[row] = (float)(log(sum) + (double)largest - (double)floatX_to_float(x[target]));
             if (!want_gradient) continue;
             float factor = (float)((double)scale / sum);
             float at_target = exponentials[target] * factor - scale;
 #pragma omp simd
-            for (int i = 0; i < V; i++) x[i] = float_to_x(exponentials[i] * factor);
-            x[target] = float_to_x(at_target);
+            for (int i = 0; i < V; i++) x[i] = floatX_from(exponentials[i] * factor);
+            x[target] = floatX_from(at_target);
             memset(x + V, 0, (size_t)(Vp - V) * sizeof(floatX));
         }
     }

@@ -3,34 +3,20 @@
 #ifndef CPU_CONVERT_H
 #define CPU_CONVERT_H
 
-#if defined(PRECISION_FP32)
-static inline float x_to_float(floatX value) {
-    return value;
-}
-static inline floatX float_to_x(float value) {
-    return value;
-}
-#else
-static inline float x_to_float(floatX value) {
-    return __bfloat162float(value);
-}
-static inline floatX float_to_x(float value) {
-    return __float2bfloat16(value);
-}
-#endif
+#include "layout.h"
 
 #if defined(PRECISION_BF16)
-static inline float g_to_float(gradX value) {
+static inline float gradX_to_float(gradX value) {
     return __bfloat162float(value);
 }
-static inline gradX float_to_g(float value) {
+static inline gradX gradX_from(float value) {
     return __float2bfloat16(value);
 }
 #else
-static inline float g_to_float(gradX value) {
+static inline float gradX_to_float(gradX value) {
     return value;
 }
-static inline gradX float_to_g(float value) {
+static inline gradX gradX_from(float value) {
     return value;
 }
 #endif
@@ -41,10 +27,6 @@ static inline size_t smaller(size_t a, size_t b) {
 
 static inline size_t larger(size_t a, size_t b) {
     return a > b ? a : b;
-}
-
-static inline size_t round_up(size_t n, size_t multiple) {
-    return (n + multiple - 1) / multiple * multiple;
 }
 
 #endif

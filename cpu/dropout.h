@@ -36,7 +36,7 @@ OP void residual_forward(Ops *ops, floatX *out, const floatX *inp, const floatX 
         floatX *o = out + start;
         const floatX *x = inp + start, *y = branch + start;
 #pragma omp simd
-        for (int i = 0; i < count; i++) o[i] = float_to_x(x_to_float(x[i]) + factors[i] * x_to_float(y[i]));
+        for (int i = 0; i < count; i++) o[i] = floatX_from(floatX_to_float(x[i]) + factors[i] * floatX_to_float(y[i]));
     }
 }
 
@@ -51,7 +51,7 @@ OP void dropout_backward(Ops *ops, floatX *dinp, const floatX *dout, size_t n, D
         floatX *o = dinp + start;
         const floatX *d = dout + start;
 #pragma omp simd
-        for (int i = 0; i < count; i++) o[i] = float_to_x(factors[i] * x_to_float(d[i]));
+        for (int i = 0; i < count; i++) o[i] = floatX_from(factors[i] * floatX_to_float(d[i]));
     }
 }
 

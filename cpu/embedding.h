@@ -20,7 +20,8 @@ OP void embedding_forward(Ops *ops, floatX *out, const int *tokens, const floatX
             floatX *o = out + offset;
             const floatX *x = token + start, *y = position + start;
 #pragma omp simd
-            for (int i = 0; i < count; i++) o[i] = float_to_x(factors[i] * (x_to_float(x[i]) + x_to_float(y[i])));
+            for (int i = 0; i < count; i++)
+                o[i] = floatX_from(factors[i] * (floatX_to_float(x[i]) + floatX_to_float(y[i])));
         }
     }
 }
@@ -35,13 +36,13 @@ OP void wpe_backward(Ops *ops, gradX *dwpe, const floatX *dout, int B, int T, in
             int count = (int)smaller((size_t)(C - start), EMBEDDING_STRIP);
             for (int b = 0; b < B && t < T; b++) {
                 const floatX *d = dout + ((size_t)b * (size_t)T + (size_t)t) * (size_t)C + start;
-                for (int i = 0; i < count; i++) sums[i] += x_to_float(d[i]);
+                for (int i = 0; i < count; i++) sums[i] += floatX_to_float(d[i]);
             }
             gradX *g = dwpe + (size_t)t * (size_t)C + start;
             if (accumulate)
-                for (int i = 0; i < count; i++) g[i] = float_to_g(g_to_float(g[i]) + sums[i]);
+                for (int i = 0; i < count; i++) g[i] = gradX_from(gradX_to_float(g[i]) + sums[i]);
             else
-                for (int i = 0; i < count; i++) g[i] = float_to_g(sums[i]);
+                for (int i = 0; i < count; i++) g[i] = gradX_from(sums[i]);
         }
     }
 }
@@ -67,10 +68,10 @@ OP void wte_backward(Ops *ops, gradX *dwte, const floatX *dout, const int *token
             int count = (int)smaller((size_t)(C - start), EMBEDDING_STRIP);
             for (uint32_t k = first[v]; k < first[v + 1]; k++) {
                 const floatX *d = dout + (size_t)order[k] * (size_t)C + start;
-                for (int i = 0; i < count; i++) sums[i] += x_to_float(d[i]);
+                for (int i = 0; i < count; i++) sums[i] += floatX_to_float(d[i]);
             }
             gradX *g = dwte + v * (size_t)C + start;
-            for (int i = 0; i < count; i++) g[i] = float_to_g(g_to_float(g[i]) + sums[i]);
+            for (int i = 0; i < count; i++) g[i] = gradX_from(gradX_to_float(g[i]) + sums[i]);
         }
     }
 }

@@ -10,18 +10,18 @@ static inline void layernorm_row(floatX *out, float *mean, float *rstd, const fl
                                  const floatX *bias, int C) {
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < C; i++) sum += x_to_float(inp[i]);
+    for (int i = 0; i < C; i++) sum += floatX_to_float(inp[i]);
     float m = sum / (float)C;
     float squares = 0.0f;
 #pragma omp simd reduction(+ : squares)
     for (int i = 0; i < C; i++) {
-        float centred = x_to_float(inp[i]) - m;
+        float centred = floatX_to_float(inp[i]) - m;
         squares += centred * centred;
     }
     float s = 1.0f / sqrtf(squares / (float)C + 1e-5f);
 #pragma omp simd
     for (int i = 0; i < C; i++)
-        out[i] = float_to_x((x_to_float(inp[i]) - m) * s * x_to_float(weight[i]) + x_to_float(bias[i]));
+        out[i] = floatX_from((floatX_to_float(inp[i]) - m) * s * floatX_to_float(weight[i]) + floatX_to_float(bias[i]));
     *mean = m;
     *rstd = s;
 }
@@ -47,7 +47,8 @@ OP void residual_layernorm_forward(Ops *ops, floatX *residual, floatX *out, floa
             floatX *o = residual + offset;
             const floatX *x = inp + offset, *y = branch + offset;
 #pragma omp simd
-            for (int i = 0; i < count; i++) o[i] = float_to_x(x_to_float(x[i]) + factors[i] * x_to_float(y[i]));
+            for (int i = 0; i < count; i++)
+                o[i] = floatX_from(floatX_to_float(x[i]) + factors[i] * floatX_to_float(y[i]));
         }
         layernorm_row(out + row * (size_t)C, mean + row, rstd + row, sum, weight, bias, C);
     }
@@ -76,8 +77,8 @@ OP void layernorm_backward(Ops *ops, floatX *dinp, int dinp_zero, gradX *dweight
             float sum = 0.0f, sum_norm = 0.0f;
 #pragma omp simd reduction(+ : sum, sum_norm)
             for (int i = 0; i < C; i++) {
-                float norm = (x_to_float(x[i]) - m) * s, dy_i = x_to_float(dy[i]);
-                float d = dy_i * x_to_float(weight[i]);
+                float norm = (floatX_to_float(x[i]) - m) * s, dy_i = floatX_to_float(dy[i]);
+                float d = dy_i * floatX_to_float(weight[i]);
                 sum += d;
                 sum_norm += d * norm;
                 weight_sums[i] += dy_i * norm;
@@ -87,14 +88,16 @@ OP void layernorm_backward(Ops *ops, floatX *dinp, int dinp_zero, gradX *dweight
             if (dinp_zero) {
 #pragma omp simd
                 for (int i = 0; i < C; i++) {
-                    float norm = (x_to_float(x[i]) - m) * s, d = x_to_float(dy[i]) * x_to_float(weight[i]);
-                    dx[i] = float_to_x((d - mean_d - norm * mean_dnorm) * s);
+                    float norm = (floatX_to_float(x[i]) - m) * s,
+                          d = floatX_to_float(dy[i]) * floatX_to_float(weight[i]);
+                    dx[i] = floatX_from((d - mean_d - norm * mean_dnorm) * s);
                 }
             } else {
 #pragma omp simd
                 for (int i = 0; i < C; i++) {
-                    float norm = (x_to_float(x[i]) - m) * s, d = x_to_float(dy[i]) * x_to_float(weight[i]);
-                    dx[i] = float_to_x(x_to_float(dx[i]) + (d - mean_d - norm * mean_dnorm) * s);
+                    float norm = (floatX_to_float(x[i]) - m) * s,
+                          d = floatX_to_float(dy[i]) * floatX_to_float(weight[i]);
+                    dx[i] = floatX_from(floatX_to_float(dx[i]) + (d - mean_d - norm * mean_dnorm) * s);
                 }
             }
         }

@@ -69,7 +69,7 @@ static inline void matmul_widen(Ops *ops, float *to, const floatX *from, size_t 
         float *t = to + row * (size_t)width;
         const floatX *f = from + row * stride;
 #pragma omp simd
-        for (int i = 0; i < width; i++) t[i] = x_to_float(f[i]);
+        for (int i = 0; i < width; i++) t[i] = floatX_to_float(f[i]);
     }
 }
 
@@ -98,11 +98,11 @@ static inline void matmul_forward_bf16(Ops *ops, floatX *out, floatX *gelu_out, 
                 size_t offset = (row + i) * (size_t)OC + (size_t)first;
                 floatX *o = out + offset;
                 if (bias != NULL)
-                    for (int j = 0; j < width; j++) sums[j] += x_to_float(bias[first + j]);
-                for (int j = 0; j < width; j++) o[j] = float_to_x(sums[j]);
+                    for (int j = 0; j < width; j++) sums[j] += floatX_to_float(bias[first + j]);
+                for (int j = 0; j < width; j++) o[j] = floatX_from(sums[j]);
                 if (gelu_out != NULL) {
                     floatX *g = gelu_out + offset;
-                    for (int j = 0; j < width; j++) g[j] = float_to_x(gelu(sums[j]));
+                    for (int j = 0; j < width; j++) g[j] = floatX_from(gelu(sums[j]));
                 }
             }
         }
@@ -134,9 +134,9 @@ static inline void matmul_backward_input_bf16(Ops *ops, floatX *dinp, const floa
             floatX *o = dinp + (row + i) * (size_t)C;
             if (pre != NULL) {
                 const floatX *p = pre + (row + i) * (size_t)C;
-                for (int j = 0; j < C; j++) o[j] = float_to_x(sums[j] * gelu_derivative(x_to_float(p[j])));
+                for (int j = 0; j < C; j++) o[j] = floatX_from(sums[j] * gelu_derivative(floatX_to_float(p[j])));
             } else
-                for (int j = 0; j < C; j++) o[j] = float_to_x(sums[j]);
+                for (int j = 0; j < C; j++) o[j] = floatX_from(sums[j]);
         }
     }
 }
@@ -172,10 +172,10 @@ static inline void matmul_backward_weight_bf16(Ops *ops, gradX *dweight, const f
         size_t count = (size_t)width * (size_t)C;
         if (accumulate) {
 #pragma omp parallel for simd schedule(static) num_threads(ops->threads)
-            for (size_t i = 0; i < count; i++) g[i] = float_to_g(g_to_float(g[i]) + sums[i]);
+            for (size_t i = 0; i < count; i++) g[i] = gradX_from(gradX_to_float(g[i]) + sums[i]);
         } else {
 #pragma omp parallel for simd schedule(static) num_threads(ops->threads)
-            for (size_t i = 0; i < count; i++) g[i] = float_to_g(sums[i]);
+            for (size_t i = 0; i < count; i++) g[i] = gradX_from(sums[i]);
         }
     }
 }

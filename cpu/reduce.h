@@ -38,9 +38,9 @@ static inline void column_sums_finish(Ops *ops, gradX *grad, const float *partia
             for (int j = 0; j < count; j++) sums[j] += partial[block * stride + first + (size_t)j];
         gradX *g = grad + first;
         if (accumulate)
-            for (int j = 0; j < count; j++) g[j] = float_to_g(g_to_float(g[j]) + sums[j]);
+            for (int j = 0; j < count; j++) g[j] = gradX_from(gradX_to_float(g[j]) + sums[j]);
         else
-            for (int j = 0; j < count; j++) g[j] = float_to_g(sums[j]);
+            for (int j = 0; j < count; j++) g[j] = gradX_from(sums[j]);
     }
 }
 
@@ -56,7 +56,7 @@ static inline void column_sums(Ops *ops, gradX *grad, const floatX *x, size_t ro
         for (size_t row = block * per_block; row < end; row++) {
             const floatX *values = x + row * width;
 #pragma omp simd
-            for (size_t j = 0; j < width; j++) sums[j] += x_to_float(values[j]);
+            for (size_t j = 0; j < width; j++) sums[j] += floatX_to_float(values[j]);
         }
     }
     column_sums_finish(ops, grad, partial, blocks, width, width, accumulate);
@@ -102,7 +102,7 @@ OP void sum_of_squares(Ops *ops, double *sum, const gradX *x, size_t n, int accu
         double total = 0.0;
 #pragma omp simd reduction(+ : total)
         for (size_t i = block * size; i < end; i++) {
-            double value = (double)g_to_float(x[i]);
+            double value = (double)gradX_to_float(x[i]);
             total += value * value;
         }
         partial[block] = total;

@@ -234,9 +234,9 @@ static void test_bad_flags(void **state) {
     refused(0, NULL, FLAGS("--steps", "-1"), "--steps: -1 is out of range|1 to 1000000000");
     refused(0, NULL, FLAGS("--steps", "2.5"), "--steps: 2.5 is not a whole number");
     refused(0, NULL, FLAGS("--steps", "1e400"), "--steps:|out of range");
-    refused(0, NULL, FLAGS("--learning-rate", "nan"), "--learning-rate: \"nan\" is not a number|more than 0");
+    refused(0, NULL, FLAGS("--learning-rate", "nan"), "--learning-rate (|\"nan\" is not a number|more than 0");
     refused(0, NULL, FLAGS("--learning-rate", "1e400"), "--learning-rate|out of range");
-    refused(0, NULL, FLAGS("--weight-decay", "-1"), "--weight-decay: -1 is out of range|0 to 1000");
+    refused(0, NULL, FLAGS("--weight-decay", "-1"), "--weight-decay (|-1 is out of range|0 to 1000");
     refused(0, NULL, FLAGS("--overlap", "yes"), "--overlap: \"yes\" is not a boolean|true or false");
     refused(0, NULL, FLAGS("--strategy", "zero4"), "--strategy: \"zero4\"|zero3");
     refused(0, NULL, FLAGS("a.json", "b.json"), "b.json: a second configuration file after a.json");
@@ -246,21 +246,21 @@ static void test_bad_flags(void **state) {
 static void test_cross_checks(void **state) {
     (void)state;
     refused(1, NULL, FLAGS("--steps", "3"), "data.train_data|--train-data|scripts/quickstart.sh");
-    refused(1, NULL, FLAGS(DATA, "--n-head", "5"), "--n-head: 5|n_embd 128|4 or 8");
-    refused(1, NULL, FLAGS(DATA, "--n-head", "200"), "--n-head: 200|n_embd 128|: 128");
+    refused(1, NULL, FLAGS(DATA, "--n-head", "5"), "--n-head (|5|n_embd 128|4 or 8");
+    refused(1, NULL, FLAGS(DATA, "--n-head", "200"), "--n-head (|200|n_embd 128|: 128");
     refused(1, "{\"model\": {\"n_embd\": 100, \"n_head\": 3}}", FLAGS(DATA), "model.n_head: 3|n_embd 100|2 or 4");
-    refused(1, NULL, FLAGS(DATA, "--sequence-length", "65"), "--sequence-length: 65|context_length 64");
+    refused(1, NULL, FLAGS(DATA, "--sequence-length", "65"), "--sequence-length (|65|context_length 64");
     refused(2, NULL, FLAGS(DATA, "--tokens-per-step", "2000"),
-            "--tokens-per-step: 2000|micro_batch 12|sequence_length 64|2 data-parallel ranks|1536 or 3072");
-    refused(2, NULL, FLAGS(DATA, "--tokens-per-step", "768"), "--tokens-per-step: 768|nearest: 1536");
+            "--tokens-per-step (|2000|micro_batch 12|sequence_length 64|2 data-parallel ranks|1536 or 3072");
+    refused(2, NULL, FLAGS(DATA, "--tokens-per-step", "768"), "--tokens-per-step (|768|nearest: 1536");
     refused(1, NULL, FLAGS(DATA, "--micro-batch", "1048576", "--context-length", "4096"), "--micro-batch|524287");
-    refused(1, NULL, FLAGS(DATA, "--classifier-chunks", "769"), "--classifier-chunks: 769|768 tokens");
-    refused(1, NULL, FLAGS(DATA, "--min-learning-rate", "0.01"), "--min-learning-rate: 0.01|learning_rate 0.001");
+    refused(1, NULL, FLAGS(DATA, "--classifier-chunks", "769"), "--classifier-chunks (|769|768 tokens");
+    refused(1, NULL, FLAGS(DATA, "--min-learning-rate", "0.01"), "--min-learning-rate (|0.01|learning_rate 0.001");
     refused(1, NULL, FLAGS(DATA, "--schedule", "wsd", "--decay-steps", "1901"),
-            "--decay-steps: 1901|1900|steps 2000|warmup_steps 100");
+            "--decay-steps (|1901|1900|steps 2000|warmup_steps 100");
     refused(1, NULL, FLAGS(DATA, "--precision", "fp32", "--gradient-dtype", "bf16"),
-            "--gradient-dtype: bf16|precision");
-    refused(1, NULL, FLAGS(DATA, "--master-weights", "false"), "--master-weights: false|not built yet|true");
+            "--gradient-dtype (|bf16|precision");
+    refused(1, NULL, FLAGS(DATA, "--master-weights", "false"), "--master-weights (|false|not built yet|true");
     refused(4, NULL, FLAGS(DATA, "--nproc", "2"), "--nproc: 2|one of 4 ranks");
     accepted(1, NULL, FLAGS(DATA, "--master-weights", "false", "--precision", "fp32"));
 
@@ -302,7 +302,7 @@ static void test_not_built(void **state) {
     };
     for (size_t i = 0; i < sizeof flags / sizeof flags[0]; i++) {
         char parts[128];
-        snprintf(parts, sizeof parts, "%s: %s is not built yet|%s", flags[i][0], flags[i][1], flags[i][2]);
+        snprintf(parts, sizeof parts, "%s|: %s is not built yet|%s", flags[i][0], flags[i][1], flags[i][2]);
         refused(1, NULL, FLAGS(DATA, flags[i][0], flags[i][1]), parts);
     }
 }

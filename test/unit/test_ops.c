@@ -44,18 +44,18 @@ typedef struct {
     size_t n;
     floatX *x;
     double *d;
-} Tensor;
+} Values;
 
-static Tensor tensor(size_t n, uint64_t key, double mean, double deviation) {
-    Tensor t = {n, NEW(floatX, n), NEW(double, n)};
+static Values tensor(size_t n, uint64_t key, double mean, double deviation) {
+    Values t = {n, NEW(floatX, n), NEW(double, n)};
     for (size_t i = 0; i < n; i++) {
-        t.x[i] = float_to_x((float)(mean + deviation * (double)random_normal(key, i)));
-        t.d[i] = (double)x_to_float(t.x[i]);
+        t.x[i] = floatX_from((float)(mean + deviation * (double)random_normal(key, i)));
+        t.d[i] = (double)floatX_to_float(t.x[i]);
     }
     return t;
 }
 
-static void drop(Tensor *t) {
+static void drop(Values *t) {
     free(t->x);
     free(t->d);
 }
@@ -83,14 +83,14 @@ static void check_at(const char *what, const double *got, const double *want, si
 
 static void check_x_at(const char *what, const floatX *got, const double *want, size_t n, double allowed, int line) {
     double *d = NEW(double, n);
-    for (size_t i = 0; i < n; i++) d[i] = (double)x_to_float(got[i]);
+    for (size_t i = 0; i < n; i++) d[i] = (double)floatX_to_float(got[i]);
     check_at(what, d, want, n, allowed, line);
     free(d);
 }
 
 static void check_g_at(const char *what, const gradX *got, const double *want, size_t n, double allowed, int line) {
     double *d = NEW(double, n);
-    for (size_t i = 0; i < n; i++) d[i] = (double)g_to_float(got[i]);
+    for (size_t i = 0; i < n; i++) d[i] = (double)gradX_to_float(got[i]);
     check_at(what, d, want, n, allowed, line);
     free(d);
 }
@@ -110,8 +110,8 @@ static gradX *grad_buffer(double *want, size_t n, int accumulate) {
     gradX *g = NEW(gradX, n);
     if (accumulate)
         for (size_t i = 0; i < n; i++) {
-            g[i] = float_to_g(random_normal(77, i));
-            want[i] += (double)g_to_float(g[i]);
+            g[i] = gradX_from(random_normal(77, i));
+            want[i] += (double)gradX_to_float(g[i]);
         }
     return g;
 }
@@ -197,8 +197,8 @@ static void test_embedding(void **state) {
             Ops *ops = open_ops(B, T, C, 1, Vp, Vp, 1);
             Dropout dropout = {variant ? 0.3f : 0.0f, 5, 3};
             size_t rows = (size_t)(B * T), n = rows * (size_t)C;
-            Tensor wte = tensor((size_t)(Vp * C), 1, 0, 1), wpe = tensor((size_t)(positions * C), 2, 0, 1);
-            Tensor dout = tensor(n, 3, 0, 1);
+            Values wte = tensor((size_t)(Vp * C), 1, 0, 1), wpe = tensor((size_t)(positions * C), 2, 0, 1);
+            Values dout = tensor(n, 3, 0, 1);
             int *tokens = NEW(int, rows);
             for (size_t i = 0; i < rows; i++) tokens[i] = (int)(random_u32(4, i) % (uint32_t)Vp);
             floatX *out = NEW(floatX, n);
@@ -267,8 +267,8 @@ static double dot(const double *a, const double *b, size_t n) {
 static void test_layernorm_reference(void **state) {
     (void)state;
     enum { ROWS = 3, C = 7 };
-    Tensor x = tensor(ROWS * C, 1, 0.5, 1), w = tensor(C, 2, 1, 0.3), b = tensor(C, 3, 0, 1);
-    Tensor dy = tensor(ROWS * C, 4, 0, 1);
+    Values x = tensor(ROWS * C, 1, 0.5, 1), w = tensor(C, 2, 1, 0.3), b = tensor(C, 3, 0, 1);
+    Values dy = tensor(ROWS * C, 4, 0, 1);
     double mean[ROWS], rstd[ROWS], out[ROWS * C], dx[ROWS * C] = {0}, dw[C] = {0}, db[C] = {0}, got[ROWS * C + 2 * C];
     double numerical[ROWS * C + 2 * C];
     layernorm_reference(out, mean, rstd, x.d, w.d, b.d, ROWS, C);
@@ -295,8 +295,8 @@ static void test_layernorm(void **state) {
             int C = shapes[k][1];
             size_t n = rows * (size_t)C;
             Ops *ops = open_ops((int)rows, 1, C, 1, 2, 2, 1);
-            Tensor x = tensor(n, 1, 0.5, 1), branch = tensor(n, 6, 0, 1), w = tensor((size_t)C, 2, 1, 0.3);
-            Tensor b = tensor((size_t)C, 3, 0, 1), dy = tensor(n, 4, 0, 1), dx = tensor(n, 5, 0, 1);
+            Values x = tensor(n, 1, 0.5, 1), branch = tensor(n, 6, 0, 1), w = tensor((size_t)C, 2, 1, 0.3);
+            Values b = tensor((size_t)C, 3, 0, 1), dy = tensor(n, 4, 0, 1), dx = tensor(n, 5, 0, 1);
             floatX *out = NEW(floatX, n), *residual = NEW(floatX, n);
             float *mean = NEW(float, rows), *rstd = NEW(float, rows);
             double *want = doubles(n), *want_mean = doubles(rows), *want_rstd = doubles(rows);
@@ -324,7 +324,7 @@ static void test_layernorm(void **state) {
             memset(mean, 0xff, rows * sizeof(float)), memset(rstd, 0xff, rows * sizeof(float));
             residual_layernorm_forward(ops, residual, out, mean, rstd, x.x, branch.x, w.x, b.x, rows, C, dropout);
             check_x(residual, want, n);
-            for (size_t i = 0; i < n; i++) want_dx[i] = (double)x_to_float(residual[i]);
+            for (size_t i = 0; i < n; i++) want_dx[i] = (double)floatX_to_float(residual[i]);
             layernorm_reference(want, want_mean, want_rstd, want_dx, w.d, b.d, rows, C);
             check_x(out, want, n);
             check_f(mean, want_mean, rows);
@@ -346,7 +346,7 @@ static void test_residual_and_dropout(void **state) {
             size_t n = sizes[k];
             Ops *ops = open_ops(1, 1, 8, 1, 2, 2, 1);
             Dropout dropout = {variant ? 0.1f : 0.0f, 9, 4294967290ull}; // the index passes 2^32
-            Tensor x = tensor(n, 1, 0, 1), y = tensor(n, 2, 0, 1);
+            Values x = tensor(n, 1, 0, 1), y = tensor(n, 2, 0, 1);
             double *want = doubles(n);
             floatX *out = NEW(floatX, n);
             for (size_t i = 0; i < n; i++) want[i] = mask_factor(dropout, i) * y.d[i];
@@ -372,7 +372,7 @@ static void test_dropout_statistics_and_splits(void **state) {
     size_t n = 200000, half = 77777;
     Ops *ops = open_ops(4, 10, 24, 2, 2, 2, 1);
     floatX *ones = NEW(floatX, n), *whole = NEW(floatX, n), *parts = NEW(floatX, n);
-    for (size_t i = 0; i < n; i++) ones[i] = float_to_x(1.0f);
+    for (size_t i = 0; i < n; i++) ones[i] = floatX_from(1.0f);
     float rates[] = {0.1f, 0.5f, 0.9f};
     for (int k = 0; k < 3; k++) {
         Dropout dropout = {rates[k], 1234, 17}, second = {rates[k], 1234, 17 + half};
@@ -382,8 +382,8 @@ static void test_dropout_statistics_and_splits(void **state) {
         assert_memory_equal(whole, parts, n * sizeof(floatX));
         size_t kept = 0;
         for (size_t i = 0; i < n; i++) {
-            float value = x_to_float(whole[i]);
-            assert_true(value == 0.0f || value == x_to_float(float_to_x(1.0f / (1.0f - rates[k]))));
+            float value = floatX_to_float(whole[i]);
+            assert_true(value == 0.0f || value == floatX_to_float(floatX_from(1.0f / (1.0f - rates[k]))));
             kept += value != 0.0f;
         }
         double expected = (double)n * (1.0 - (double)rates[k]);
@@ -392,7 +392,7 @@ static void test_dropout_statistics_and_splits(void **state) {
     }
     // attention and embedding, by sequences
     enum { B = 4, T = 10, NH = 2, HS = 12, C = NH * HS };
-    Tensor qkv = tensor(B * T * 3 * C, 3, 0, 1);
+    Values qkv = tensor(B * T * 3 * C, 3, 0, 1);
     float lse[B * NH * T];
     uint64_t mask_size = (uint64_t)(2 * NH * T * T);
     Dropout dropout = {0.5f, 99, 5}, second = {0.5f, 99, 5 + mask_size};
@@ -423,8 +423,8 @@ static void matmul_reference(double *y, const double *x, const double *w, const 
 static void matmul_case(int model_C, size_t rows, int C, int OC, int with_bias, int accumulate) {
     Ops *ops = open_ops((int)rows, 1, model_C, 1, 2, 2, 1);
     size_t n_x = rows * (size_t)C, n_y = rows * (size_t)OC, n_w = (size_t)OC * (size_t)C;
-    Tensor x = tensor(n_x, 1, 0, 1), w = tensor(n_w, 2, 0, 0.1), b = tensor((size_t)OC, 3, 0, 1);
-    Tensor dy = tensor(n_y, 4, 0, 1), pre = tensor(n_x, 5, 0, 1);
+    Values x = tensor(n_x, 1, 0, 1), w = tensor(n_w, 2, 0, 0.1), b = tensor((size_t)OC, 3, 0, 1);
+    Values dy = tensor(n_y, 4, 0, 1), pre = tensor(n_x, 5, 0, 1);
     double *y = doubles(n_y), *dx = doubles(n_x), *dw = doubles(n_w), *db = doubles((size_t)OC);
     matmul_reference(y, x.d, w.d, with_bias ? b.d : NULL, rows, C, OC);
     for (size_t row = 0; row < rows; row++)
@@ -493,7 +493,7 @@ static void test_matmul_many_shapes(void **state) {
     (void)state;
     enum { C = 3, OC = 2, MOST = 300 };
     Ops *ops = open_ops(MOST, 1, C, 1, 2, 2, 1);
-    Tensor x = tensor(MOST * C, 1, 0, 1), w = tensor(OC * C, 2, 0, 1);
+    Values x = tensor(MOST * C, 1, 0, 1), w = tensor(OC * C, 2, 0, 1);
     double *y = doubles(MOST * OC);
     matmul_reference(y, x.d, w.d, NULL, MOST, C, OC);
     floatX *out = NEW(floatX, MOST * OC);
@@ -576,7 +576,7 @@ static void test_attention_reference(void **state) {
     enum { B = 2, T = 5, NH = 2, HS = 3, C = NH * HS };
     for (int variant = 0; variant < 2; variant++) {
         Dropout dropout = {variant ? 0.4f : 0.0f, 8, 2};
-        Tensor qkv = tensor(B * T * 3 * C, 1, 0, 1), dout = tensor(B * T * C, 2, 0, 1);
+        Values qkv = tensor(B * T * 3 * C, 1, 0, 1), dout = tensor(B * T * C, 2, 0, 1);
         double out[B * T * C], lse[B * NH * T], dqkv[B * T * 3 * C], numerical[B * T * 3 * C];
         attention_backward_reference(dqkv, dout.d, qkv.d, B, T, NH, HS, dropout);
         for (size_t i = 0; i < qkv.n; i++) {
@@ -605,7 +605,7 @@ static void test_attention(void **state) {
             Ops *ops = open_ops(B, T, C, NH, 2, 2, 1);
             Dropout dropout = {variant ? 0.2f : 0.0f, 8, 3};
             size_t n = (size_t)(B * T * C);
-            Tensor qkv = tensor(3 * n, 1, 0, 1.5), dout = tensor(n, 2, 0, 1);
+            Values qkv = tensor(3 * n, 1, 0, 1.5), dout = tensor(n, 2, 0, 1);
             double *want = doubles(n), *want_lse = doubles((size_t)(B * NH * T)), *want_d = doubles(3 * n);
             attention_reference(want, want_lse, qkv.d, B, T, NH, HS, dropout);
             attention_backward_reference(want_d, dout.d, qkv.d, B, T, NH, HS, dropout);
@@ -655,9 +655,9 @@ static void test_classifier(void **state) {
         int V = shapes[k][1], Vp = shapes[k][2];
         size_t n = rows * (size_t)Vp;
         Ops *ops = open_ops((int)rows, 1, 8, 1, V, Vp, (int)rows);
-        Tensor logits = tensor(n, 1, 2, 3);
+        Values logits = tensor(n, 1, 2, 3);
         for (size_t row = 0; row < rows; row++) // what a product with zero rows of wte never gives, but must not matter
-            for (int i = V; i < Vp; i++) logits.x[row * (size_t)Vp + (size_t)i] = float_to_x(1000.0f);
+            for (int i = V; i < Vp; i++) logits.x[row * (size_t)Vp + (size_t)i] = floatX_from(1000.0f);
         int *targets = NEW(int, rows);
         float *losses = NEW(float, rows);
         double *want = doubles(n), *want_losses = doubles(rows);
@@ -678,10 +678,10 @@ static void test_classifier(void **state) {
         for (size_t row = 0; row < rows; row++)
             for (int i = 0; i < Vp; i++)
                 if (i >= V || targets[row] == -1)
-                    assert_true(x_to_float(logits.x[row * (size_t)Vp + (size_t)i]) == 0.0f);
+                    assert_true(floatX_to_float(logits.x[row * (size_t)Vp + (size_t)i]) == 0.0f);
         // What is not a number must be seen.
         targets[0] = 0;
-        for (int i = 0; i < Vp; i++) logits.x[i] = float_to_x(i == V - 1 ? NAN : 0.0f);
+        for (int i = 0; i < Vp; i++) logits.x[i] = floatX_from(i == V - 1 ? NAN : 0.0f);
         classifier(ops, logits.x, losses, targets, 1, V, Vp, 0.01f, 1);
         assert_true(isnan(losses[0]));
         drop(&logits);
@@ -703,9 +703,9 @@ static void test_sums(void **state) {
         long double exact_sum = 0.0L, exact_squares = 0.0L;
         for (size_t i = 0; i < n; i++) {
             f[i] = (float)(random_mix(i) >> 40) * 1e-6f;
-            g[i] = float_to_g(f[i] - 8.0f);
+            g[i] = gradX_from(f[i] - 8.0f);
             exact_sum += (long double)f[i];
-            exact_squares += (long double)g_to_float(g[i]) * (long double)g_to_float(g[i]);
+            exact_squares += (long double)gradX_to_float(g[i]) * (long double)gradX_to_float(g[i]);
         }
         double sum = (double)exact_sum, squares = (double)exact_squares;
         double got = NAN;
@@ -719,7 +719,7 @@ static void test_sums(void **state) {
         sum_of_squares(ops, &got, g, n, 1);
         assert_true(fabs(got - 2.0 * squares) <= 2e-12 * squares);
         if (n > 0) {
-            g[n / 2] = float_to_g(INFINITY);
+            g[n / 2] = gradX_from(INFINITY);
             sum_of_squares(ops, &got, g, n, 0);
             assert_true(isinf(got));
         }
@@ -736,7 +736,7 @@ static void test_adamw(void **state) {
     size_t n = 5003, n_decay = 3001;
     for (int with_master = BF16; with_master < 2; with_master++) {
         AdamW hyper = {3e-3f, 0.9f, 0.95f, 1e-3f, 0.1f, 0.37f, 0}; // an epsilon that matters
-        Tensor p = tensor(n, 1, 0, 1);
+        Values p = tensor(n, 1, 0, 1);
         float *master = with_master ? NEW(float, n) : NULL, *m = NEW(float, n), *v = NEW(float, n);
         double *want = doubles(n), *want_m = doubles(n), *want_v = doubles(n);
         gradX *g = NEW(gradX, n);
@@ -747,9 +747,9 @@ static void test_adamw(void **state) {
         }
         for (int step = 1; step <= 5; step++) {
             hyper.step = step;
-            for (size_t i = 0; i < n; i++) g[i] = float_to_g(0.1f * random_normal((uint64_t)step, i));
+            for (size_t i = 0; i < n; i++) g[i] = gradX_from(0.1f * random_normal((uint64_t)step, i));
             for (size_t i = 0; i < n; i++) {
-                double grad = (double)g_to_float(g[i]) * (double)hyper.grad_scale;
+                double grad = (double)gradX_to_float(g[i]) * (double)hyper.grad_scale;
                 want_m[i] = (double)hyper.beta1 * want_m[i] + (1.0 - (double)hyper.beta1) * grad;
                 want_v[i] = (double)hyper.beta2 * want_v[i] + (1.0 - (double)hyper.beta2) * grad * grad;
                 if (i < n_decay) want[i] -= (double)hyper.learning_rate * (double)hyper.weight_decay * want[i];
@@ -786,8 +786,8 @@ static void test_adamw_needs_master(void **state) {
         Ops ops;
         memset(&ops, 0, sizeof ops);
         AdamW hyper = {3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f, 1};
-        floatX p = float_to_x(1.0f);
-        gradX g = float_to_g(1.0f);
+        floatX p = floatX_from(1.0f);
+        gradX g = gradX_from(1.0f);
         float m = 0.0f, v = 0.0f;
         adamw_update(&ops, &hyper, &p, NULL, &m, &v, &g, 1, 1);
         _exit(0);
@@ -814,8 +814,8 @@ static size_t run_all(int threads, char *bits) {
     Ops *ops = open_ops(B, T, C, NH, V, Vp, ROWS);
     Dropout dropout = {0.1f, 3, 1};
     size_t n = ROWS * C;
-    Tensor x = tensor(n, 1, 0, 1), y = tensor(n, 2, 0, 1), w = tensor(C, 3, 1, 0.1), b = tensor(C, 4, 0, 1);
-    Tensor qkv = tensor(3 * n, 5, 0, 1), wte = tensor(Vp * C, 6, 0, 1), logits = tensor(ROWS * Vp, 7, 0, 1);
+    Values x = tensor(n, 1, 0, 1), y = tensor(n, 2, 0, 1), w = tensor(C, 3, 1, 0.1), b = tensor(C, 4, 0, 1);
+    Values qkv = tensor(3 * n, 5, 0, 1), wte = tensor(Vp * C, 6, 0, 1), logits = tensor(ROWS * Vp, 7, 0, 1);
     int tokens[ROWS];
     for (size_t i = 0; i < ROWS; i++) tokens[i] = (int)(random_u32(8, i) % 20);
     char *at = bits;
@@ -855,7 +855,7 @@ static size_t run_all(int threads, char *bits) {
     memcpy(dlogits, logits.x, logits.n * sizeof(floatX));
     classifier(ops, dlogits, losses, tokens, ROWS, V, Vp, 0.1f, 1);
     column_sums(ops, sums, x.x, ROWS, C, 0);
-    for (size_t i = 0; i < n; i++) g[i] = float_to_g((float)x.d[i]);
+    for (size_t i = 0; i < n; i++) g[i] = gradX_from((float)x.d[i]);
     sum_of_squares(ops, scalars, g, n, 0);
     sum_values(ops, scalars + 1, losses, ROWS, 0);
     AdamW hyper = {1e-3f, 0.9f, 0.99f, 1e-8f, 0.1f, 1.0f, 1};
@@ -882,8 +882,8 @@ static void test_bits_do_not_depend_on_threads(void **state) {
 static void test_matmul_repeats(void **state) {
     (void)state;
     enum { ROWS = 200, C = 96, OC = 288 };
-    Tensor x = tensor(ROWS * C, 1, 0, 1), w = tensor(OC * C, 2, 0, 1), b = tensor(OC, 3, 0, 1);
-    Tensor dy = tensor(ROWS * OC, 4, 0, 1);
+    Values x = tensor(ROWS * C, 1, 0, 1), w = tensor(OC * C, 2, 0, 1), b = tensor(OC, 3, 0, 1);
+    Values dy = tensor(ROWS * OC, 4, 0, 1);
     size_t sizes[5] = {ROWS * OC * sizeof(floatX), ROWS * OC * sizeof(floatX), ROWS * C * sizeof(floatX),
                        OC * C * sizeof(gradX), OC * sizeof(gradX)};
     void *results[2][5];
