@@ -28,6 +28,12 @@ static int rank_program(const Place *place, const char *what, const char *file) 
     }
     if (strcmp(what, "deaf") == 0) // takes no notice of being asked to stop
         for (int i = 0; i < 400; i++) usleep(50000);
+    // The first exit code that is not 0 ends the other ranks, who are to have said theirs.
+    for (int rank = 0; rank < place->world_size; rank++) {
+        snprintf(name, sizeof name, "%s.%d", file, rank);
+        for (int i = 0; i < 200 && access(name, F_OK) != 0; i++) usleep(50000);
+    }
+    usleep(100000);
     return atoi(what);
 }
 
