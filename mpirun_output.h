@@ -3,8 +3,7 @@
 // A run's error is one line, that of the rank that failed. mpirun adds to it, differently in each version, so a thread
 // of the launcher reads mpirun's stderr and passes everything on at once, except
 //  - what it says of signals, and reports of states, which launch.h asks for: the first rank that a signal ended is
-//    noted. (The sentence that should
-//    say so is sometimes missing: Open MPI 4.1.4 prints it in three runs of four.)
+//    noted. (Open MPI 4.1.4 prints the sentence that should say so in three runs of four.)
 //  - blocks of help text between lines of dashes. Those that say no more than an exit code does are dropped. From any
 //    other the user learns why mpirun itself failed: it is made one line, train_gpt: mpirun: ...
 // Whatever mpirun wrote before it ended is passed on; a process that keeps the pipe open after that is not waited for.
