@@ -305,7 +305,7 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         json_add_integer(root, "world_size", (uint64_t)trainer->comm.world_size);
         cJSON_AddStringToObject(root, "strategy", c->strategy);
         json_add_integer(root, "data_parallel", (uint64_t)trainer->comm.data.size);
-        json_add_integer(root, "shard_group", (uint64_t)c->shard_group);
+        json_add_integer(root, "shard_group", (uint64_t)c->shard_ranks);
         json_add_integer(root, "tensor_parallel", (uint64_t)c->tensor_parallel);
         json_add_integer(root, "pipeline_parallel", (uint64_t)c->pipeline_parallel);
         cJSON_AddStringToObject(root, "precision", c->precision);

@@ -34,16 +34,25 @@ static inline void trainer_build(Trainer *trainer, const Config *config, int ran
     const Strategy *strategy = strategy_find(config->strategy);
     if (strategy == NULL) die("no strategy is called %s", config->strategy);
 
-    comm_init(&trainer->comm, &trainer->memory, rank, world_size, config->timeout, communication);
+    comm_init(&trainer->comm, &trainer->memory, rank, world_size, (int)config->shard_ranks, config->timeout,
+              communication);
     const LayoutCut cut = layout_whole(&shape, trainer->comm.data.size);
     layout_init(&trainer->layout, &shape, &cut);
     const OpsShape largest = {
         B, T, shape.n_embd, shape.n_head, shape.vocab_size, trainer->layout.padded_vocab, gpt_logit_rows(B, T, chunks)};
     ops_init(&trainer->ops, &trainer->memory, &largest, compute);
-    zero_init(&trainer->zero, &trainer->memory, &trainer->layout, strategy, &trainer->comm, &trainer->ops, compute,
-              config->overlap);
-    gpt_init(&trainer->model, &trainer->memory, &trainer->layout, &trainer->ops, &trainer->zero, B, T, chunks,
-             (float)config->dropout, (uint64_t)config->seed);
+    const ZeroOptions sharding = {(int)config->prefetch, config->reshard_after_forward, config->overlap,
+                                  config->master_weights};
+    zero_init(&trainer->zero, &trainer->memory, &trainer->layout, strategy, &sharding, &trainer->comm, &trainer->ops,
+              compute, (uint64_t)config->seed);
+    const GPTOptions options = {B,
+                                T,
+                                (int)config->micro_batches,
+                                chunks,
+                                (float)config->dropout,
+                                strcmp(config->recompute, "full") == 0,
+                                (uint64_t)config->seed};
+    gpt_init(&trainer->model, &trainer->memory, &trainer->layout, &trainer->ops, &trainer->zero, &options);
 }
 
 static inline void trainer_free(Trainer *trainer) {
@@ -64,12 +73,8 @@ static inline Plan plan_rank(const Config *config, int rank, int world_size) {
     Trainer trainer;
     Plan plan;
     trainer_build(&trainer, config, rank, world_size, true, NULL, NULL);
-    zero_begin_step(&trainer.zero);
-    for (int micro = 0; micro < (int)config->micro_batches; micro++)
-        gpt_micro_batch(&trainer.model, NULL, micro + 1 == (int)config->micro_batches);
-    AdamW unused;
-    memset(&unused, 0, sizeof unused);
-    zero_step(&trainer.zero, &unused, 0, 0, false);
+    gpt_plan_step(&trainer.model);
+    zero_step(&trainer.zero, NULL, 0, 0, false);
     plan.memory = trainer.memory;
     plan.communication = trainer.comm.counts;
     trainer_free(&trainer);

@@ -28,7 +28,7 @@ static bool read_run(int ranks, const char *json, const char *const *flags) {
     for (; flags != NULL && *flags != NULL; flags++) argv[argc++] = (char *)*flags;
     memset(&config, 0xFF, sizeof config);
     memset(&error, 0, sizeof error);
-    return config_read(&config, argc, argv, &error) && (ranks == 0 || config_check(&config, ranks, &error));
+    return config_read(&config, argc, argv, &error) && (ranks == 0 || config_check(&config, ranks, ranks, &error));
 }
 
 #define FLAGS(...) ((const char *const[]){__VA_ARGS__, NULL})
@@ -331,7 +331,7 @@ static void test_round_trip(void **state) {
         config.sources[CONFIG_min_learning_rate] = FROM_FLAG;
         config.micro_batch = 1 + (int64_t)(round % 5);
         config.tokens_per_step = config.micro_batch * 64 * 6;
-        if (!config_check(&config, 1 + (int)(round % 3), &error)) fail_msg("%s", error.text);
+        if (!config_check(&config, 1 + (int)(round % 3), 1, &error)) fail_msg("%s", error.text);
         if (!config_write(&config, resolved, &error)) fail_msg("%s", error.text);
         written = config;
         accepted(1 + (int)(round % 3), NULL, FLAGS(resolved));
