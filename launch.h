@@ -22,6 +22,7 @@
 #include <time.h>
 #include "cpu/machine.h"
 #include "error.h"
+#include "mpirun_output.h"
 
 typedef struct {
     int rank, world_size;
@@ -189,19 +190,22 @@ static inline void launch_environment(int nproc) {
     setenv("OMPI_MCA_plm", "isolated", 1); // no remote machines: needs no ssh
     setenv("OMPI_MCA_ras", "^slurm,tm,lsf,alps,gridengine", 1);
     setenv("OMPI_MCA_orte_default_hostfile", "none", 1);
-    setenv("OMPI_MCA_orte_execute_quiet", "1", 1);
+    setenv("OMPI_MCA_state_base_verbose", "1", 1); // reports of states, for mpirun_output.h
+    setenv("PRTE_MCA_state_base_verbose", "1", 1); // Open MPI 5's name for it
+    setenv("HWLOC_HIDE_ERRORS", "2", 0);           // containers may have no /sys
     setenv("OMPI_MCA_btl", "self,vader", 0);
     setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0); // containers forbid reading another process's memory
     if (nproc >= cores) setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
 }
 
-// In the forked process: becomes mpirun. Returns only if there is none.
-static inline void launch_exec(pid_t launcher, char *const *arguments) {
+// In the forked process: becomes mpirun, whose stderr is `errors`. Returns only if there is none.
+static inline void launch_exec(pid_t launcher, int errors, char *const *arguments) {
     setpgid(0, 0);                    // Ctrl-C is for the launcher, which passes it on
     prctl(PR_SET_PDEATHSIG, SIGTERM); // mpirun then ends the ranks and removes its files
     if (getppid() != launcher) _exit(EXIT_RUN);
     const int null = open("/dev/null", O_RDONLY);
     if (null >= 0) dup2(null, STDIN_FILENO);
+    dup2(errors, STDERR_FILENO);
     signal(SIGTERM, SIG_DFL);
     signal(SIGINT, SIG_DFL);
     signal(SIGUSR1, SIG_DFL);
@@ -235,7 +239,8 @@ static inline int launch_wait(pid_t mpirun, const sigset_t *signals, bool *asked
 }
 
 // Starts nproc ranks of this program with these arguments on this machine and waits for them. Returns the run's exit
-// code: that of the rank that failed first; EXIT_RUN if it died of a signal; EXIT_INPUT if there is no mpirun.
+// code: that of the rank that failed first; EXIT_RUN if that died of a signal, which is then the message; EXIT_INPUT if
+// there is no mpirun.
 static inline int launch_ranks(int nproc, char **argv) {
     char program[PATH_MAX], ranks[16], host[32];
     const ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
@@ -248,8 +253,9 @@ static inline int launch_ranks(int nproc, char **argv) {
     int argc = 0;
     while (argv[argc] != NULL) argc++;
     char **arguments = (char **)calloc((size_t)(option_count + argc + 1), sizeof(char *));
-    int failure[2]; // carries errno when there is no mpirun
-    if (arguments == NULL || pipe2(failure, O_CLOEXEC) != 0) die("mpirun: %s", strerror(errno));
+    int failure[2], errors[2]; // carry errno when there is no mpirun; mpirun's stderr
+    if (arguments == NULL || pipe2(failure, O_CLOEXEC) != 0 || pipe2(errors, O_CLOEXEC) != 0)
+        die("mpirun: %s", strerror(errno));
     for (int i = 0; i < option_count; i++) arguments[i] = (char *)options[i];
     for (int i = 1; i < argc; i++) arguments[option_count + i - 1] = argv[i];
 
@@ -266,18 +272,22 @@ static inline int launch_ranks(int nproc, char **argv) {
     if (mpirun < 0) die("fork: %s", strerror(errno));
     if (mpirun == 0) {
         launch_environment(nproc);
-        launch_exec(launcher, arguments);
+        launch_exec(launcher, errors[1], arguments);
         const int reason = errno;
         if (write(failure[1], &reason, sizeof reason) < 0) _exit(EXIT_RUN);
         _exit(EXIT_INPUT);
     }
     free(arguments);
     close(failure[1]);
+    close(errors[1]);
+    MpirunOutput output;
+    if (!mpirun_output_start(&output, errors[0], STDERR_FILENO)) die("mpirun: %s", strerror(errno));
     int reason = 0, killed = 0;
     bool asked = false;
     if (read(failure[0], &reason, sizeof reason) != (ssize_t)sizeof reason) reason = 0;
     close(failure[0]);
     const int status = launch_wait(mpirun, &signals, &asked, &killed);
+    mpirun_output_finish(&output);
     if (reason != 0) {
         fprintf(stderr,
                 "train_gpt: error: --nproc %d needs Open MPI's mpirun, which cannot be started (%s): install the "
@@ -290,8 +300,18 @@ static inline int launch_ranks(int nproc, char **argv) {
     if (code <= 128) return code;
     if (asked && code == 128 + SIGUSR1)
         return EXIT_STOPPED; // before mpirun or the ranks listened: nothing was there to save
-    fprintf(stderr, "train_gpt: %s was ended by signal %d (%s)\n", WIFEXITED(status) ? "a rank" : "mpirun", code - 128,
-            strsignal(code - 128));
+    char name[64] = "";
+    gethostname(name, sizeof name - 1);
+    if (WIFSIGNALED(status))
+        fprintf(stderr, "train_gpt: mpirun on %s was ended by signal %d (%s)\n", name, code - 128,
+                strsignal(code - 128));
+    else if (output.signalled >= 0)
+        fprintf(stderr, "train_gpt: rank %d of %d on %s was ended by signal %d (%s)\n", output.signalled, nproc, name,
+                code - 128, strsignal(code - 128));
+    else if (output.notice[0] != '\0')
+        fprintf(stderr, "train_gpt: %s\n", output.notice);
+    else if (!output.explained)
+        fprintf(stderr, "train_gpt: mpirun on %s ended with exit code %d\n", name, code);
     return EXIT_RUN;
 }
 

@@ -221,6 +221,7 @@ DECLARE_TRAINER(TRAIN) {
     log_summary(&log, &trainer, &totals);
     if (stopped && log.speaks)
         printf("stopped by a signal after step %lld of %lld\n", (long long)step, (long long)config->steps);
+    fflush(stdout); // the first rank to exit with a code that is not 0 ends the others
     comm_barrier(&trainer.comm);
     log_close(&log);
     loader_close(&loader);

@@ -1,9 +1,11 @@
-// Tests of launch.h: places from every launcher's variables, and real runs of this very program as launcher and ranks:
-// exit codes, signals, output, and that ranks never outlive their launcher.
+// Tests of launch.h and mpirun_output.h: places from every launcher's variables; what passes of mpirun's stderr; and
+// real runs of this very program as launcher and ranks: exit codes, signals, output, and that ranks never outlive their
+// launcher.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <cmocka.h>
+#include <sys/stat.h>
 #include "launch.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -13,7 +15,7 @@
 static int rank_program(const Place *place, const char *what, const char *file) {
     char name[128], pid[32];
     stop_on_signals();
-    printf("rank %d of %d\n", place->rank, place->world_size);
+    fprintf(place->rank == 0 ? stdout : stderr, "rank %d of %d\n", place->rank, place->world_size);
     fflush(stdout);
     snprintf(name, sizeof name, "%s.%d", file, place->rank);
     snprintf(pid, sizeof pid, "%d", (int)getpid());
@@ -26,6 +28,12 @@ static int rank_program(const Place *place, const char *what, const char *file) 
     }
     if (strcmp(what, "deaf") == 0) // takes no notice of being asked to stop
         for (int i = 0; i < 400; i++) usleep(50000);
+    // The first exit code that is not 0 ends the other ranks, who are to have said theirs.
+    for (int rank = 0; rank < place->world_size; rank++) {
+        snprintf(name, sizeof name, "%s.%d", file, rank);
+        for (int i = 0; i < 200 && access(name, F_OK) != 0; i++) usleep(50000);
+    }
+    usleep(100000);
     return atoi(what);
 }
 
@@ -160,6 +168,175 @@ static void test_threads(void **state) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// mpirun's stderr
+
+#define DASHES "--------------------------------------------------------------------------\n"
+#define REPORT4(name, state) "[vm:00978] [[28460,0],0] ACTIVATE " name " STATE " state " AT ../../orte/mca/x.c:1746\n"
+#define REPORT5(name, state)                                                                               \
+    "[my-host.example.org:01058] [prterun-vm-1058@0,0] [1796057879.645827] ACTIVATE " name " STATE " state \
+    " AT ../../src/mca/x.c:1735\n"                                                                         \
+    "[my-host.example.org:01058] [prterun-vm-1058@0,0] [1796057879.645830] ACTIVATING " name " STATE " state "\n"
+
+// What mpirun of versions 4 and 5 wrote, what is to be passed on, and what learned.
+static const struct {
+    const char *written, *passed;
+    int signalled;
+    const char *notice;
+    bool explained;
+} texts[] = {
+    {"", "", -1, "", false},
+    {"rank 1 speaks\n\n  and again\nunfinished", "rank 1 speaks\n\n  and again\nunfinished", -1, "", false},
+    // A rank's exit code is not 0.
+    {"rank error\n" DASHES "Primary job  terminated normally, but 1 process returned\n"
+     "a non-zero exit code. Per user-direction, the job has been aborted.\n" DASHES DASHES
+     "mpirun detected that one or more processes exited with non-zero status, thus causing\n"
+     "the job to be terminated. The first process to do so was:\n\n"
+     "  Process name: [[4150,1],1]\n  Exit code:    1\n" DASHES "the last words",
+     "rank error\nthe last words", -1, "", false},
+    {"rank error\n" DASHES "prterun detected that one or more processes exited with non-zero status,\n"
+     "thus causing the job to be terminated. The first process to do so was:\n\n"
+     "   Process name: [prterun-vm-32343@1,1]\n   Exit code:    1\n" DASHES,
+     "rank error\n", -1, "", false},
+    // A signal ends a rank; then others.
+    {REPORT4("JOB [28460,1]", "RUNNING") REPORT4("PROC [[28460,1],12]", "IOF COMPLETE")
+         REPORT4("PROC [[28460,1],12]", "ABORTED BY SIGNAL") REPORT4("PROC [[28460,1],3]", "ABORTED BY SIGNAL") DASHES
+     "Primary job  terminated normally, but 1 process returned\n"
+     "a non-zero exit code. Per user-direction, the job has been aborted.\n" DASHES REPORT4("JOB NULL",
+                                                                                            "DAEMONS TERMINATED") DASHES
+     "mpirun noticed that process rank 12 with PID 0 on node vm exited on signal 9 (Killed).\n" DASHES,
+     "", 12, "mpirun noticed that process rank 12 with PID 0 on node vm exited on signal 9 (Killed).", false},
+    {REPORT5("JOB [INVALID]", "PENDING INIT") "to the end\n" REPORT5("PROC [prterun-vm-1058@1,1]", "ABORTED BY SIGNAL")
+         DASHES "prterun noticed that process rank 1 with PID 1061 on node vm exited on\nsignal 11 (Segmentation "
+                "fault).\n" DASHES,
+     "to the end\n", 1,
+     "prterun noticed that process rank 1 with PID 1061 on node vm exited on signal 11 (Segmentation fault).", false},
+    // Behind a rank's unfinished line.
+    {"step 1 ... " REPORT4(
+         "PROC [[28460,1],0]",
+         "ABORTED BY SIGNAL") "step 2 ... " DASHES
+                              "Primary job  terminated normally, but 1 process returned\na non-zero exit code.\n" DASHES
+                              "step 3\n",
+     "step 1 ... step 2 ... step 3\n", 0, "", false},
+    // mpirun is asked to end.
+    {"a\nAbort is in progress...hit ctrl-c again to forcibly terminate\n\nb\n\n", "a\nb\n\n", -1, "", false},
+    // mpirun fails for a reason of its own.
+    {DASHES "mpirun was unable to launch the specified application as it could not access\nor execute an executable:\n"
+            "\nExecutable: /nonexistent/x\nNode: vm\n\nwhile attempting to start process rank 0.\n" DASHES,
+     "train_gpt: mpirun: mpirun was unable to launch the specified application as it could not access or execute an "
+     "executable: Executable: /nonexistent/x Node: vm while attempting to start process rank 0.\n",
+     -1, "", true},
+    {"mpirun: Error: unknown option \"--frobnicate\"\nType 'mpirun --help' for usage.\n",
+     "mpirun: Error: unknown option \"--frobnicate\"\nType 'mpirun --help' for usage.\n", -1, "", false},
+    // A rank's own lines that look nearly like mpirun's; a block that does not end.
+    {"-----\n[1] ACTIVATE x STATE ABORTED BY SIGNAL\n" DASHES "rank 1\n",
+     "-----\n[1] ACTIVATE x STATE ABORTED BY SIGNAL\n" DASHES "rank 1\n", -1, "", false},
+};
+
+static MpirunOutput filter;
+static char passed[100000];
+
+// Reads what has been passed on to a pipe, which the filter no longer writes to.
+static void read_passed(int pipe) {
+    size_t length = 0;
+    for (ssize_t got = 1; got > 0 && length<sizeof passed - 1; length += got> 0 ? (size_t)got : 0)
+        got = read(pipe, passed + length, sizeof passed - 1 - length);
+    passed[length] = '\0';
+    close(pipe);
+}
+
+static void test_filter(void **state) {
+    (void)state;
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++)
+        for (size_t piece = 1; piece < 2000; piece = 3 * piece + 1) { // texts arrive in any pieces
+            int out[2];
+            assert_int_equal(pipe(out), 0);
+            mpirun_output_init(&filter, out[1]);
+            for (size_t at = 0, all = strlen(texts[i].written); at < all; at += piece)
+                mpirun_output_feed(&filter, texts[i].written + at, piece < all - at ? piece : all - at);
+            mpirun_output_flush(&filter);
+            close(out[1]);
+            read_passed(out[0]);
+            assert_string_equal(passed, texts[i].passed);
+            assert_int_equal(filter.signalled, texts[i].signalled);
+            assert_string_equal(filter.notice, texts[i].notice);
+            assert_int_equal(filter.explained, texts[i].explained);
+        }
+}
+
+// A line or block longer than the filter holds passes as it is, whatever its length.
+static void test_filter_long_texts(void **state) {
+    (void)state;
+    static char text[50000];
+    for (size_t length = sizeof filter.held - 100; length < sizeof filter.held + 100; length++)
+        for (int block = 0; block < 2; block++) {
+            int out[2];
+            const size_t dashes = block ? strlen(DASHES) : 0;
+            memset(text, 'x', length);
+            memcpy(text, DASHES, dashes);
+            strcpy(text + length, "\nend\n");
+            assert_int_equal(pipe(out), 0);
+            mpirun_output_init(&filter, out[1]);
+            mpirun_output_feed(&filter, text, strlen(text));
+            mpirun_output_flush(&filter);
+            close(out[1]);
+            read_passed(out[0]);
+            assert_string_equal(passed, text);
+        }
+}
+
+// Waits until a pipe has had these words, some seconds at most.
+static void expect_read(int pipe, const char *words) {
+    char text[64] = "";
+    struct pollfd ready = {pipe, POLLIN, 0};
+    for (size_t length = 0; length < strlen(words);) {
+        if (poll(&ready, 1, 5000) != 1) fail_msg("\"%s\" has not been passed on, only \"%s\"", words, text);
+        const ssize_t got = read(pipe, text + length, strlen(words) - length);
+        assert_true(got > 0);
+        length += (size_t)got;
+    }
+    assert_string_equal(text, words);
+}
+
+// Through the thread: at once, unfinished lines too; to the end, though somebody keeps the pipe open and busy.
+static void test_filter_thread(void **state) {
+    (void)state;
+    int in[2], out[2];
+    assert_int_equal(pipe2(in, O_CLOEXEC), 0);
+    assert_int_equal(pipe2(out, O_CLOEXEC), 0);
+    assert_int_equal(fcntl(in[1], F_SETPIPE_SZ, 65536), 65536);
+    assert_true(fcntl(out[1], F_SETPIPE_SZ, 1 << 20) > 0);
+    assert_true(mpirun_output_start(&filter, in[0], out[1]));
+    assert_int_equal(write(in[1], "a line\n", 7), 7);
+    expect_read(out[0], "a line\n");
+    assert_int_equal(write(in[1], "step 1 ...", 10), 10);
+    expect_read(out[0], "step 1 ...");
+    assert_int_equal(write(in[1], DASHES, 75), 75); // a rank's, and nothing follows
+    expect_read(out[0], "---------------");
+    for (size_t left = 75 - 15; left > 0;) left -= (size_t)read(out[0], passed, left);
+
+    memset(passed, 'y', 60000);
+    passed[60000 - 1] = '\n';
+    assert_int_equal(write(in[1], passed, 60000), 60000);
+    const pid_t busy = fork();
+    assert_true(busy >= 0);
+    if (busy == 0) {
+        close(in[0]);
+        close(out[0]);
+        close(out[1]);
+        signal(SIGPIPE, SIG_DFL);
+        while (write(in[1], "busy\n", 5) > 0) continue;
+        _exit(0);
+    }
+    mpirun_output_finish(&filter);
+    close(out[1]);
+    read_passed(out[0]);
+    assert_int_equal(strspn(passed, "y"), 60000 - 1);
+    kill(busy, SIGKILL);
+    waitpid(busy, NULL, 0);
+    close(in[1]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Runs
 
 static char folder[] = "/tmp/test_launch_XXXXXX", output[64], mark[64];
@@ -276,7 +453,14 @@ static void test_exit_codes(void **state) {
         use_run(i);
         assert_int_equal(finish(launchers[i], 30), runs[i].code);
         if (strcmp(runs[i].what, "die") == 0) {
-            assert_non_null(strstr(printed(), "a rank was ended by signal 9"));
+            char host[64] = "", *own = NULL, message[256];
+            gethostname(host, sizeof host - 1);
+            snprintf(message, sizeof message, "train_gpt: rank 1 of 2 on %s was ended by signal 9 (Killed)\n", host);
+            own = strstr(printed(), "train_gpt: ");
+            assert_non_null(own);
+            assert_string_equal(own, message); // one line, and the last
+            assert_null(strstr(printed(), "--"));
+            assert_null(strstr(printed(), "ACTIVATE"));
             continue;
         }
         // The ranks' lines, with nothing before them and nothing of mpirun's own.
@@ -354,6 +538,40 @@ static void test_no_mpirun(void **state) {
     assert_ptr_equal(strchr(printed(), '\n'), printed() + strlen(printed()) - 1); // one line
 }
 
+// An mpirun that fails for a reason of its own is heard, and a process that it leaves behind is not waited for.
+static void test_mpirun_fails(void **state) {
+    (void)state;
+    static const struct {
+        const char *script, *said;
+        int code;
+    } runs[] = {
+        {"cat >&2 <<END\n" DASHES "No room\n\nleft on $(uname).\n" DASHES "END\nexit 213",
+         "train_gpt: mpirun: No room left on Linux.\n", EXIT_RUN},
+        {"exit 213", "ended with exit code 213\n", EXIT_RUN},
+        {"sleep 20 & echo No space >&2; exit 1", "No space\n", 1},
+        {"kill -9 $$", "was ended by signal 9 (Killed)\n", EXIT_RUN},
+    };
+    char name[64], *path = strdup(getenv("PATH")), *changed = NULL;
+    snprintf(name, sizeof name, "%s/mpirun.openmpi", folder);
+    assert_true(asprintf(&changed, "%s:%s", folder, path) > 0);
+    for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
+        FILE *file = fopen(name, "w");
+        assert_non_null(file);
+        fprintf(file, "#!/bin/sh\n%s\n", runs[i].script);
+        assert_int_equal(fchmod(fileno(file), 0700), 0);
+        fclose(file);
+        setenv("PATH", changed, 1);
+        const pid_t launcher = start(2, "0");
+        setenv("PATH", path, 1);
+        assert_int_equal(finish(launcher, 5), runs[i].code);
+        const char *said = strstr(printed(), runs[i].said);
+        if (said == NULL || strchr(printed(), '\n')[1] != '\0') fail_msg("%s: said %s", runs[i].script, printed());
+    }
+    remove(name);
+    free(changed);
+    free(path);
+}
+
 static int set_up(void **state) {
     (void)state;
     forget();
@@ -379,10 +597,12 @@ static int tear_down(void **state) {
 int main(int argc, char **argv) {
     if (argc == 5 && strcmp(argv[1], "run") == 0) return run_program(argv);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_places),       cmocka_unit_test(test_threads),
-        cmocka_unit_test(test_exit_codes),   cmocka_unit_test(test_signals),
-        cmocka_unit_test(test_surroundings), cmocka_unit_test(test_ranks_die_with_the_launcher),
-        cmocka_unit_test(test_no_mpirun),    cmocka_unit_test(test_second_signal),
+        cmocka_unit_test(test_places),        cmocka_unit_test(test_threads),
+        cmocka_unit_test(test_filter),        cmocka_unit_test(test_filter_long_texts),
+        cmocka_unit_test(test_filter_thread), cmocka_unit_test(test_mpirun_fails),
+        cmocka_unit_test(test_exit_codes),    cmocka_unit_test(test_signals),
+        cmocka_unit_test(test_surroundings),  cmocka_unit_test(test_ranks_die_with_the_launcher),
+        cmocka_unit_test(test_no_mpirun),     cmocka_unit_test(test_second_signal),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }
