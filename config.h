@@ -87,11 +87,11 @@
     O(run, TEXT, log_dir, "", "", "directory for metrics, summary and checkpoints; none: nothing is written") \
     O(run, INTEGER, timeout, "300", "[1, 1e6]", "seconds that a rank waits for the others before the run fails") \
     O(run, INTEGER, check_replicas, "0", "[0, 1e9]", "steps between checks that ranks hold the same; 0: none") \
-    O(plan, BOOLEAN, plan, "false", "", "print what the run would take under every strategy, and end") \
-    O(plan, INTEGER, world_size, "0", "[0, 1048576]", "plan: ranks; 0: nproc") \
-    O(plan, NUMBER, device_memory, "80", "(0, 1e6]", "plan: memory of a device, GB (1e9 bytes)") \
-    O(plan, NUMBER, plan_parameters, "0", "[0, 1e18]", "plan: model state of so many parameters, without a shape; 0: of the model") \
-    O(plan, TEXT, plan_json, "", "", "plan: write it to this file too") \
+    O(planning, BOOLEAN, plan, "false", "", "print what the run would take under every strategy, and end") \
+    O(planning, INTEGER, world_size, "0", "[0, 1048576]", "plan: ranks; 0: nproc") \
+    O(planning, NUMBER, device_memory, "80", "(0, 1e6]", "plan: memory of a device, GB (1e9 bytes)") \
+    O(planning, NUMBER, plan_parameters, "0", "[0, 1e18]", "plan: model state of so many parameters, without a shape; 0: of the model") \
+    O(planning, TEXT, plan_json, "", "", "plan: write it to this file too") \
     O(checkpoint, INTEGER, checkpoint_every, "0", "[0, 1e9]", "steps between checkpoints; 0: none") \
     O(checkpoint, INTEGER, checkpoint_keep, "2", "[1, 1e9]", "newest checkpoints that are kept") \
     O(checkpoint, INTEGER, checkpoint_major_every, "0", "[0, 1e9]", "steps between checkpoints that are kept for good; 0: none") \
