@@ -117,6 +117,7 @@ DECLARE_TRAINER(TRAIN) {
     Error error = {""};
     error_identify(place->rank, place->world_size);
     set_threads(place);
+    if (config->plan) return plan_run(config, (int)config->nproc);
     cudaStream_t compute, communication;
     int devices = 0;
     cuda_check(cudaGetDeviceCount(&devices));
@@ -307,10 +308,12 @@ int main(int argc, char **argv) {
         config_help(stdout);
         return 0;
     }
-    const int world_size = place.launched ? place.world_size : (int)config.nproc;
-    const int node_ranks = place.launched ? place.local_size : world_size;
-    if (!config_check(&config, world_size, node_ranks, &error) || !check_inputs(&config, &error)) die_input(&error);
-    if (!place.launched && world_size > 1) return launch_ranks(world_size, argv);
+    int world_size = place.launched ? place.world_size : (int)config.nproc;
+    if (config.plan && config.world_size > 0) world_size = (int)config.world_size;
+    const int node_ranks = config.plan ? 8 : place.launched ? place.local_size : world_size; // a plan's machines have 8
+    if (!config_check(&config, world_size, node_ranks, &error)) die_input(&error);
+    if (!config.plan && !check_inputs(&config, &error)) die_input(&error);
+    if (!config.plan && !place.launched && world_size > 1) return launch_ranks(world_size, argv);
     config.nproc = world_size;
     if (strcmp(config.precision, "fp32") == 0) return train_fp32(&config, &place);
     if (strcmp(config.gradient_dtype, "fp32") == 0) return train_bf16_gradfp32(&config, &place);
