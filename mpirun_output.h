@@ -2,7 +2,8 @@
 //
 // A run's error is one line, that of the rank that failed. mpirun adds to it, differently in each version, so a thread
 // of the launcher reads mpirun's stderr and passes everything on at once, except
-//  - reports of states, which launch.h asks for: the first rank that a signal ended is noted. (The sentence that should
+//  - what it says of signals, and reports of states, which launch.h asks for: the first rank that a signal ended is
+//    noted. (The sentence that should
 //    say so is sometimes missing: Open MPI 4.1.4 prints it in three runs of four.)
 //  - blocks of help text between lines of dashes. Those that say no more than an exit code does are dropped. From any
 //    other the user learns why mpirun itself failed: it is made one line, train_gpt: mpirun: ...
@@ -32,7 +33,7 @@ typedef struct {
     char held[16384]; // the line being read; in a block, all of it so far
     size_t length, line;
     bool block;
-    bool drop_empty; // an empty line would belong to mpirun's line before it
+    bool drop_empty; // an empty line is mpirun's
 
     int in, end; // mpirun's stderr; a pipe that is written to when mpirun has ended
     int end_writer;
@@ -79,9 +80,16 @@ static inline char *mpirun_dashes(char *line) {
     return dashes == DASHES ? line + length - DASHES : NULL;
 }
 
-// "[host:pid] [name] ACTIVATE PROC [[job,1],RANK] STATE ...", which may stand there too. Version 5 names jobs
-// otherwise, and repeats each report with ACTIVATING.
-static inline char *mpirun_report(char *line) {
+// What mpirun says on one line, which may stand there too: of signals; and "[host:pid] [name] ACTIVATE PROC
+// [[job,1],RANK] STATE ...". Version 5 names jobs otherwise, and repeats each report with ACTIVATING.
+static inline char *mpirun_words(char *line) {
+    static const char *const words[] = {"mpirun: Forwarding signal ", "prterun: Forwarding signal ",
+                                        "Abort is in progress...hit ctrl-c again",
+                                        "mpirun: abort is already in progress...hit ctrl-c again"};
+    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
+        char *found = strstr(line, words[i]);
+        if (found != NULL) return found;
+    }
     const char *verb = strstr(line, "] ACTIVAT");
     for (char *c = line; verb != NULL && c < verb; c++) {
         int end = 0;
@@ -128,11 +136,11 @@ static inline void mpirun_output_block(MpirunOutput *self, const char *text) {
 static inline void mpirun_output_line(MpirunOutput *self) {
     char *const line = self->held + self->line, *const newline = self->held + self->length - 1;
     *newline = '\0';
-    char *const dashes = mpirun_dashes(line), *const report = dashes != NULL ? NULL : mpirun_report(line);
+    char *const dashes = mpirun_dashes(line), *const words = dashes != NULL ? NULL : mpirun_words(line);
+    const int rank = words != NULL ? mpirun_signalled(words) : -1;
     const bool empty = self->drop_empty && line == newline;
-    const bool aborting = strstr(line, "ort is in progress...hit ctrl-c again to forcibly terminate") != NULL;
+    self->drop_empty = words != NULL && strncmp(words, "Abort", 5) == 0; // version 5 prints an empty line after that
     *newline = '\n';
-    self->drop_empty = aborting;
     if (self->block) {
         self->line = self->length;
         if (dashes != line) return;
@@ -146,12 +154,11 @@ static inline void mpirun_output_line(MpirunOutput *self) {
         memmove(self->held, dashes, self->length);
         self->line = self->length;
         self->block = true;
-    } else if (report != NULL) {
-        const int rank = mpirun_signalled(report);
+    } else if (words != NULL) {
         if (self->signalled < 0) self->signalled = rank;
-        mpirun_output_write(self->out, line, (size_t)(report - line));
+        mpirun_output_write(self->out, line, (size_t)(words - line));
         self->length = 0;
-    } else if (empty || aborting) {
+    } else if (empty) {
         self->length = 0;
     } else {
         mpirun_output_flush(self);

@@ -217,7 +217,8 @@ static const struct {
                               "Primary job  terminated normally, but 1 process returned\na non-zero exit code.\n" DASHES
                               "step 3\n",
      "step 1 ... step 2 ... step 3\n", 0, "", false},
-    // mpirun is asked to end.
+    // mpirun is sent signals.
+    {"step 1 ... mpirun: Forwarding signal 10 to job\nstep 2\n", "step 1 ... step 2\n", -1, "", false},
     {"a\nAbort is in progress...hit ctrl-c again to forcibly terminate\n\nb\n\n", "a\nb\n\n", -1, "", false},
     // mpirun fails for a reason of its own.
     {DASHES "mpirun was unable to launch the specified application as it could not access\nor execute an executable:\n"
@@ -438,6 +439,18 @@ static const char *printed(void) {
     return text;
 }
 
+// The number of lines printed, which have to be the ranks' own, with nothing of mpirun's.
+static int count_lines(void) {
+    int lines = 0;
+    char text[4096], *rest = NULL;
+    snprintf(text, sizeof text, "%s", printed());
+    assert_true(text[0] != '\n');
+    assert_null(strstr(text, "\n\n"));
+    for (char *line = strtok_r(text, "\n", &rest); line != NULL; line = strtok_r(NULL, "\n", &rest), lines++)
+        if (strcmp(line, "rank 0 of 2") != 0 && strcmp(line, "rank 1 of 2") != 0) fail_msg("printed: %s", line);
+    return lines;
+}
+
 static void test_exit_codes(void **state) {
     (void)state;
     static const struct {
@@ -463,13 +476,7 @@ static void test_exit_codes(void **state) {
             assert_null(strstr(printed(), "ACTIVATE"));
             continue;
         }
-        // The ranks' lines, with nothing before them and nothing of mpirun's own.
-        int lines = 0;
-        char text[4096], *rest = NULL;
-        snprintf(text, sizeof text, "%s", printed());
-        for (char *line = strtok_r(text, "\n", &rest); line != NULL; line = strtok_r(NULL, "\n", &rest), lines++)
-            if (strcmp(line, "rank 0 of 2") != 0 && strcmp(line, "rank 1 of 2") != 0) fail_msg("printed: %s", line);
-        assert_int_equal(lines, 2);
+        assert_int_equal(count_lines(), 2);
     }
 }
 
@@ -488,8 +495,12 @@ static void test_signals(void **state) {
         }
         kill(launchers[i], signals[i]);
     }
-    for (int i = 0; i < RUNS; i++)
+    for (int i = 0; i < RUNS; i++) {
+        use_run(i);
         assert_int_equal(finish(launchers[i], 20), EXIT_STOPPED); // a rank ends otherwise if not by SIGUSR1
+        const int lines = count_lines();
+        assert_true(i < 3 ? lines == 2 : lines <= 2);
+    }
 }
 
 static void test_second_signal(void **state) {
@@ -500,6 +511,7 @@ static void test_second_signal(void **state) {
     assert_false(is_gone(first) || is_gone(second)); // asked once, they may finish their step
     kill(launcher, SIGINT);
     assert_int_equal(finish(launcher, 8), 128 + SIGINT);
+    assert_int_equal(count_lines(), 2);
     expect_gone(first, 1);
     expect_gone(second, 1);
 }
