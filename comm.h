@@ -14,6 +14,7 @@
 #include <string.h>
 #include "error.h"
 #include "memory.h"
+#include "random.h"
 
 typedef enum {
     COMM_ALL_REDUCE,
@@ -51,12 +52,16 @@ enum { COMM_MAX_MESSAGE = 64 }; // bytes that a rank may give to comm_gather()
 
 typedef struct {
     int rank, world_size;
-    Group world, data; // the data-parallel group; so far the whole world
+    Group world;
+    Group data;    // the data-parallel ranks; so far the whole world
+    Group shard;   // those among which state is sharded: all of data, or shard_group consecutive ones
+    Group replica; // those that hold the same shards: one of each shard group
     bool planning;
     cudaStream_t stream; // every collective runs here
     CommCounts counts;
-    char *message; // staging of comm_gather() and comm_agree()
-    char *answers; // host: what comm_gather() returns
+    uint64_t sequence; // a checksum of what was called on which group and in what order: the same on all ranks
+    char *message;     // staging of comm_gather() and comm_agree()
+    char *answers;     // host: what comm_gather() returns
 } Comm;
 
 static inline size_t comm_type_bytes(ncclDataType_t type) {
@@ -76,10 +81,10 @@ static inline size_t comm_type_bytes(ncclDataType_t type) {
     }
 }
 
-// Opens the communicators of this rank; with memory->planning nothing is opened, and `stream` is not used. A rank that
-// waits for the others for longer than `timeout` seconds dies (NCCL's interface has no such setting; the CPU device
-// reads it from the environment).
-static inline void comm_init(Comm *comm, Memory *memory, int rank, int world_size, int64_t timeout,
+// Opens the communicators of this rank; shard_group divides world_size; with memory->planning nothing is opened, and
+// `stream` is not used. A rank that waits for the others for longer than `timeout` seconds dies (NCCL's interface has
+// no such setting; the CPU device reads it from the environment).
+static inline void comm_init(Comm *comm, Memory *memory, int rank, int world_size, int shard_group, int64_t timeout,
                              cudaStream_t stream) {
     memset(comm, 0, sizeof *comm);
     comm->rank = rank;
@@ -88,6 +93,10 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, int world_siz
     comm->stream = stream;
     comm->world.rank = comm->data.rank = rank;
     comm->world.size = comm->data.size = world_size;
+    comm->shard.rank = rank % shard_group;
+    comm->shard.size = shard_group;
+    comm->replica.rank = rank / shard_group;
+    comm->replica.size = world_size / shard_group;
     size_t message_bytes = ((size_t)world_size + 1) * COMM_MAX_MESSAGE;
     if (message_bytes < sizeof(Error)) message_bytes = sizeof(Error);
     comm->message = (char *)memory_alloc(memory, MEMORY_COMMUNICATION, message_bytes);
@@ -103,32 +112,54 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, int world_siz
     if (status != ncclSuccess)
         die("cannot join the other ranks: %s (%s)", ncclGetErrorString(status), ncclGetLastError(NULL));
     nccl_check(ncclCommSplit(comm->world.nccl, 0, rank, &comm->data.nccl, NULL));
+    nccl_check(ncclCommSplit(comm->data.nccl, comm->replica.rank, rank, &comm->shard.nccl, NULL));
+    nccl_check(ncclCommSplit(comm->data.nccl, comm->shard.rank, rank, &comm->replica.nccl, NULL));
 }
 
 // Closes the communicators; every rank must call it.
 static inline void comm_free(Comm *comm) {
     if (comm->planning) return;
     cuda_check(cudaStreamSynchronize(comm->stream));
+    nccl_check(ncclCommDestroy(comm->replica.nccl));
+    nccl_check(ncclCommDestroy(comm->shard.nccl));
     nccl_check(ncclCommDestroy(comm->data.nccl));
     nccl_check(ncclCommDestroy(comm->world.nccl));
     free(comm->answers);
 }
 
-static inline void comm_count(Comm *comm, CommKind kind, int ranks, uint64_t payload_bytes) {
-    const uint64_t passes = kind == COMM_ALL_REDUCE ? 2 : 1, n = (uint64_t)ranks;
+static inline void comm_count(Comm *comm, CommKind kind, const Group *group, uint64_t payload_bytes) {
+    const uint64_t passes = kind == COMM_ALL_REDUCE ? 2 : 1, n = (uint64_t)group->size;
     const bool point_to_point = kind == COMM_SEND || kind == COMM_RECV;
     CommCount *count = &comm->counts.kind[kind];
     count->calls++;
     count->payload_bytes += payload_bytes;
     // Buffers are padded so that n divides them: the division is exact.
     count->bus_bytes += point_to_point ? payload_bytes : passes * (n - 1) * (payload_bytes / n);
+    comm->sequence = random_mix(comm->sequence + payload_bytes * COMM_KINDS + (uint64_t)kind) + n;
 }
 
 // buffer[i] = sum over the group's ranks, in rank order, in place, on the communication stream.   count elements
 static inline void comm_all_reduce(Comm *comm, const Group *group, void *buffer, size_t count, ncclDataType_t type) {
-    comm_count(comm, COMM_ALL_REDUCE, group->size, count * comm_type_bytes(type));
+    comm_count(comm, COMM_ALL_REDUCE, group, count * comm_type_bytes(type));
     if (comm->planning) return;
     nccl_check(ncclAllReduce(buffer, buffer, count, type, ncclSum, group->nccl, comm->stream));
+}
+
+// shard = this rank's part of the sum of `full` over the group's ranks, in rank order. full: group->size parts of
+// `count` elements; shard: one, anywhere, or this rank's part of full.
+static inline void comm_reduce_scatter(Comm *comm, const Group *group, void *shard, const void *full, size_t count,
+                                       ncclDataType_t type) {
+    comm_count(comm, COMM_REDUCE_SCATTER, group, count * (size_t)group->size * comm_type_bytes(type));
+    if (comm->planning) return;
+    nccl_check(ncclReduceScatter(full, shard, count, type, ncclSum, group->nccl, comm->stream));
+}
+
+// full = every rank's shard, in rank order. shard: `count` elements, anywhere, or this rank's part of full.
+static inline void comm_all_gather(Comm *comm, const Group *group, void *full, const void *shard, size_t count,
+                                   ncclDataType_t type) {
+    comm_count(comm, COMM_ALL_GATHER, group, count * (size_t)group->size * comm_type_bytes(type));
+    if (comm->planning) return;
+    nccl_check(ncclAllGather(shard, full, count, type, group->nccl, comm->stream));
 }
 
 // Every rank's `bytes` bytes, in rank order, to every rank: returns world_size times `bytes`, valid until the next
@@ -137,7 +168,7 @@ static inline void comm_all_reduce(Comm *comm, const Group *group, void *buffer,
 static inline const void *comm_gather(Comm *comm, const void *mine, size_t bytes) {
     if (bytes > COMM_MAX_MESSAGE) die("a message of %zu bytes is too long", bytes);
     const size_t all_bytes = bytes * (size_t)comm->world_size;
-    comm_count(comm, COMM_SCALARS, comm->world_size, all_bytes);
+    comm_count(comm, COMM_SCALARS, &comm->world, all_bytes);
     if (comm->planning) return NULL;
     char *all = comm->message + COMM_MAX_MESSAGE;
     cuda_check(cudaMemcpyAsync(comm->message, mine, bytes, cudaMemcpyHostToDevice, comm->stream));

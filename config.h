@@ -47,7 +47,7 @@
     O(batch, INTEGER, sequence_length, "0", "[0, 1048576]", "tokens per sequence; 0: the model's context_length") \
     O(batch, INTEGER, tokens_per_step, "0", "[0, 1099511627776]", "tokens per step over all ranks; 0: one micro-batch on each") \
     O(parallel, CHOICE, strategy, "ddp", "ddp|zero1|zero2|zero3|tp|fsdp", "how ranks share the work; fsdp is another name for zero3") \
-    O(parallel, INTEGER, shard_group, "0", "[0, 1048576]", "zero3: ranks that shard together; 0: all") \
+    O(parallel, INTEGER, shard_group, "0", "[0, 1048576]|node", "zero3: ranks that shard together, groups hold replicas; 0: all ranks; node: those of a machine") \
     O(parallel, INTEGER, tensor_parallel, "1", "[1, 1024]", "ranks that split each layer") \
     O(parallel, BOOLEAN, sequence_parallel, "false", "", "tensor-parallel ranks split layer norms by position") \
     O(parallel, INTEGER, pipeline_parallel, "1", "[1, 1024]", "stages that the layers are split into") \
@@ -70,7 +70,7 @@
     O(numerics, CHOICE, precision, "bf16", "fp32|bf16", "of parameters and activations") \
     O(numerics, CHOICE, gradient_dtype, "auto", "auto|bf16|fp32", "of gradients; auto: as precision") \
     O(numerics, BOOLEAN, master_weights, "true", "", "bf16: the optimizer keeps parameters in fp32") \
-    O(memory, TEXT, recompute, "none", "", "activations computed again in backward") \
+    O(memory, TEXT, recompute, "none", "", "activations computed again in backward: none, or full: blocks keep only their input") \
     O(memory, TEXT, offload, "none", "", "what is kept in host memory") \
     O(memory, INTEGER, classifier_chunks, "1", "[1, 1048576]", "parts in which the logits are computed") \
     O(run, INTEGER, steps, "2000", "[1, 1e9]", "optimizer steps") \
@@ -86,6 +86,12 @@
     O(run, INTEGER, log_every, "0", "[0, 1e9]", "steps between progress lines; 0: a line every two seconds") \
     O(run, TEXT, log_dir, "", "", "directory for metrics, summary and checkpoints; none: nothing is written") \
     O(run, INTEGER, timeout, "300", "[1, 1e6]", "seconds that a rank waits for the others before the run fails") \
+    O(run, INTEGER, check_replicas, "0", "[0, 1e9]", "steps between checks that ranks hold the same; 0: none") \
+    O(planning, BOOLEAN, plan, "false", "", "print what the run would take under every strategy, and end") \
+    O(planning, INTEGER, world_size, "0", "[0, 1048576]", "plan: ranks; 0: nproc") \
+    O(planning, NUMBER, device_memory, "80", "(0, 1e6]", "plan: memory of a device, GB (1e9 bytes)") \
+    O(planning, NUMBER, plan_parameters, "0", "[0, 1e18]", "plan: model state of so many parameters, without a shape; 0: of the model") \
+    O(planning, TEXT, plan_json, "", "", "plan: write it to this file too") \
     O(checkpoint, INTEGER, checkpoint_every, "0", "[0, 1e9]", "steps between checkpoints; 0: none") \
     O(checkpoint, INTEGER, checkpoint_keep, "2", "[1, 1e9]", "newest checkpoints that are kept") \
     O(checkpoint, INTEGER, checkpoint_major_every, "0", "[0, 1e9]", "steps between checkpoints that are kept for good; 0: none") \
@@ -110,6 +116,7 @@ typedef struct {
 
     // What follows from the options, set by config_check().
     int64_t data_parallel;     // ranks that share the batch
+    int64_t shard_ranks;       // of them, those among which state is sharded
     int64_t micro_batches;     // forward and backward passes per step on each of them
     int64_t padded_vocab_size; // a multiple of 128 per tensor-parallel rank
 
@@ -212,10 +219,17 @@ static inline bool config_check_built(Config *config, Error *error) {
         const char *built;
     } Built;
     static const Built limits[] = {
-        {CONFIG_strategy, "ddp"},        {CONFIG_shard_group, "0"},     {CONFIG_tensor_parallel, "1"},
-        {CONFIG_pipeline_parallel, "1"}, {CONFIG_pipeline_chunks, "1"}, {CONFIG_sequence_parallel, "false"},
-        {CONFIG_recompute, "none"},      {CONFIG_offload, "none"},      {CONFIG_checkpoint_every, "0"},
-        {CONFIG_resume, "never"},        {CONFIG_init_from, ""},        {CONFIG_checkpoint_major_every, "0"},
+        {CONFIG_strategy, "ddp|zero1|zero2|zero3"},
+        {CONFIG_tensor_parallel, "1"},
+        {CONFIG_pipeline_parallel, "1"},
+        {CONFIG_pipeline_chunks, "1"},
+        {CONFIG_sequence_parallel, "false"},
+        {CONFIG_recompute, "none|full"},
+        {CONFIG_offload, "none"},
+        {CONFIG_checkpoint_every, "0"},
+        {CONFIG_resume, "never"},
+        {CONFIG_init_from, ""},
+        {CONFIG_checkpoint_major_every, "0"},
     };
     OptionTable table = config_table(config);
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
@@ -315,20 +329,37 @@ static inline bool config_check_numerics(Config *config, Error *error) {
     if (!bf16 && strcmp(config->gradient_dtype, "bf16") == 0)
         return config_error(config, CONFIG_gradient_dtype, error,
                             "bf16 needs precision bf16, with fp32 use fp32 or auto");
-    if (bf16 && !config->master_weights) // in fp32 the parameters are their own masters, whatever is said here
-        return config_error(config, CONFIG_master_weights, error,
-                            "false with precision bf16 is not built yet, so far there is only true");
     return true;
 }
 
-// Checks options against each other and against the number of ranks, and resolves those that follow from others:
-// afterwards sequence_length, tokens_per_step, min_learning_rate, gradient_dtype and so on are what the run uses.
-static inline bool config_check(Config *config, int world_size, Error *error) {
+// shard_group: 0 becomes all data-parallel ranks, node those of a machine.
+static inline bool config_check_sharding(Config *config, int node_ranks, Error *error) {
+    const int64_t n = config->data_parallel;
+    if (config->shard_group < 0) config->shard_group = node_ranks < n ? node_ranks : n;
+    config->shard_ranks = config->shard_group == 0 ? n : config->shard_group;
+    if (config->shard_ranks != n && strcmp(config->strategy, "zero3") != 0)
+        return config_error(config, CONFIG_shard_group, error,
+                            "%lld of %lld ranks: only zero3 shards in groups, strategy %s needs 0",
+                            (long long)config->shard_group, (long long)n, config->strategy);
+    if (n % config->shard_ranks == 0) return true;
+    char legal[256] = "";
+    for (int64_t g = 1; g <= n && strlen(legal) < sizeof legal - 24; g++)
+        if (n % g == 0) snprintf(legal + strlen(legal), 24, "%s%lld", g > 1 ? ", " : "", (long long)g);
+    return config_error(config, CONFIG_shard_group, error,
+                        "%lld does not divide the %lld data-parallel ranks; what does: %s",
+                        (long long)config->shard_group, (long long)n, legal);
+}
+
+// Checks options against each other and against the number of ranks (node_ranks of them on a machine), and resolves
+// those that follow from others: afterwards sequence_length, tokens_per_step, min_learning_rate, gradient_dtype and so
+// on are what the run uses.
+static inline bool config_check(Config *config, int world_size, int node_ranks, Error *error) {
     if (strcmp(config->strategy, "fsdp") == 0) snprintf(config->strategy, sizeof config->strategy, "zero3");
     if (!config_check_built(config, error) || !config_check_model(config, error) ||
         !config_check_batch(config, world_size, error) || !config_check_schedule(config, error) ||
-        !config_check_numerics(config, error))
+        !config_check_numerics(config, error) || !config_check_sharding(config, node_ranks, error))
         return false;
+    if (config->plan) return true; // which reads no data
     if (config->train_data[0] == '\0')
         return config_error(config, CONFIG_train_data, error,
                             "no training data: give --train-data FILE (scripts/quickstart.sh prepares some)");

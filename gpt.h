@@ -35,13 +35,14 @@ typedef struct {
     int B, T; // the largest batch
     int logit_rows;
     float dropout;
+    bool recompute; // blocks keep only their input, and compute the rest again in backward
     uint64_t seed;
 
     char *arena;
     size_t arena_bytes;
     int *inputs, *targets;    // (rows)
     floatX *x;                // (L + 1, rows, C): inputs of the blocks, and of the final layer norm
-    BlockActivations *blocks; // (L)
+    BlockActivations *blocks; // (L); with recompute all are the same memory
     floatX *lnf;              // (rows, C)
     float *lnf_mean, *lnf_rstd;
     floatX *logits; // (logit_rows, Vp): a chunk; becomes its gradient
@@ -54,8 +55,9 @@ typedef struct {
     floatX *wide;   // (rows, 4C)
     floatX *masked; // (rows, C) dx under a dropout mask; NULL without dropout
 
-    Use *uses; // of one micro-batch
-    int n_uses;
+    Use *train, *forward; // the uses of a step, all its micro-batches, and of a pass that only goes forward
+    int n_train, n_forward;
+    int micro_uses; // of one micro-batch of a step
 } GPT;
 
 // One micro-batch of a pass.
@@ -95,6 +97,10 @@ static inline size_t gpt_carve(GPT *model) {
     CARVE(model->x, floatX, ((size_t)L + 1) * n);
     for (int l = 0; l < L; l++) {
         BlockActivations *block = &model->blocks[l];
+        if (model->recompute && l > 0) {
+            *block = model->blocks[0];
+            continue;
+        }
         CARVE(block->ln1, floatX, n);
         CARVE(block->qkv, floatX, 3 * n);
         CARVE(block->att, floatX, n);
@@ -127,48 +133,72 @@ static inline int gpt_logit_rows(int B, int T, int chunks) {
     return (B * T + chunks - 1) / chunks;
 }
 
-// The uses of one training micro-batch, in order. wte and wpe are used together at the beginning; the backward of wte
-// and wpe needs no parameters.
-static inline int gpt_list_uses(const Layout *layout, Use *uses) {
+// The uses of a pass, in order: forward, and backward if `train`, of each micro-batch; returns their number. uses NULL:
+// only counts. wte and wpe are used together at the beginning; the backward of wte and wpe needs no parameters.
+static inline int gpt_list_uses(const Layout *layout, int micro_batches, bool train, Use *uses) {
     int n = 0;
-#define USE(unit_, kind_)     \
-    do {                      \
-        uses[n].unit = unit_; \
-        uses[n].kind = kind_; \
-        uses[n].micro = 0;    \
-        n++;                  \
-    } while (0)
     const int L = layout->shape.n_layer, first = layout->first_block;
-    USE(layout->wte, USE_FORWARD);
-    USE(layout->wpe, USE_FORWARD);
-    for (int l = 0; l < L; l++) USE(first + l, USE_FORWARD);
-    USE(layout->final, USE_FORWARD);
-    USE(layout->wte, USE_HEAD);
-    USE(layout->final, USE_BACKWARD);
-    for (int l = L - 1; l >= 0; l--) USE(first + l, USE_BACKWARD);
-    USE(layout->wpe, USE_BACKWARD);
-    USE(layout->wte, USE_BACKWARD);
+#define USE(unit_, kind_, reads_, read_again_) \
+    do {                                       \
+        if (uses != NULL) {                    \
+            uses[n].unit = unit_;              \
+            uses[n].kind = kind_;              \
+            uses[n].micro = micro;             \
+            uses[n].reads = reads_;            \
+            uses[n].read_again = read_again_;  \
+        }                                      \
+        n++;                                   \
+    } while (0)
+    for (int micro = 0; micro < micro_batches; micro++) {
+        USE(layout->wte, USE_FORWARD, true, true);
+        USE(layout->wpe, USE_FORWARD, true, false);
+        for (int l = 0; l < L; l++) USE(first + l, USE_FORWARD, true, train);
+        USE(layout->final, USE_FORWARD, true, train);
+        USE(layout->wte, USE_HEAD, true, false);
+        if (!train) continue;
+        USE(layout->final, USE_BACKWARD, true, false);
+        for (int l = L - 1; l >= 0; l--) USE(first + l, USE_BACKWARD, true, false);
+        USE(layout->wpe, USE_BACKWARD, false, false);
+        USE(layout->wte, USE_BACKWARD, false, false);
+    }
 #undef USE
     return n;
 }
 
-// Allocates the activations for batches up to (B, T).
-static inline void gpt_init(GPT *model, Memory *memory, const Layout *layout, Ops *ops, Zero *zero, int B, int T,
-                            int classifier_chunks, float dropout, uint64_t seed) {
+// What a run chooses.
+typedef struct {
+    int B, T;          // the largest micro-batch
+    int micro_batches; // of a step
+    int classifier_chunks;
+    float dropout;
+    bool recompute;
+    uint64_t seed;
+} GPTOptions;
+
+// Allocates the activations.
+static inline void gpt_init(GPT *model, Memory *memory, const Layout *layout, Ops *ops, Zero *zero,
+                            const GPTOptions *options) {
     memset(model, 0, sizeof *model);
     model->layout = layout;
     model->ops = ops;
     model->zero = zero;
-    model->B = B;
-    model->T = T;
-    model->logit_rows = gpt_logit_rows(B, T, classifier_chunks);
-    model->dropout = dropout;
-    model->seed = seed;
+    model->B = options->B;
+    model->T = options->T;
+    model->logit_rows = gpt_logit_rows(options->B, options->T, options->classifier_chunks);
+    model->dropout = options->dropout;
+    model->recompute = options->recompute;
+    model->seed = options->seed;
     const size_t L = (size_t)layout->shape.n_layer;
+    model->n_train = gpt_list_uses(layout, options->micro_batches, true, NULL);
+    model->micro_uses = model->n_train / options->micro_batches;
+    model->n_forward = gpt_list_uses(layout, 1, false, NULL);
     model->blocks = (BlockActivations *)calloc(L, sizeof(BlockActivations));
-    model->uses = (Use *)calloc(2 * L + 7, sizeof(Use));
-    if (model->blocks == NULL || model->uses == NULL) die("no room for a model of %zu blocks", L);
-    model->n_uses = gpt_list_uses(layout, model->uses);
+    model->train = (Use *)calloc((size_t)model->n_train, sizeof(Use));
+    model->forward = (Use *)calloc((size_t)model->n_forward, sizeof(Use));
+    if (model->blocks == NULL || model->train == NULL || model->forward == NULL)
+        die("no room for a model of %zu blocks", L);
+    gpt_list_uses(layout, options->micro_batches, true, model->train);
+    gpt_list_uses(layout, 1, false, model->forward);
     model->arena_bytes = gpt_carve(model);
     model->arena = (char *)memory_alloc(memory, MEMORY_ACTIVATIONS, model->arena_bytes);
     gpt_carve(model);
@@ -176,7 +206,8 @@ static inline void gpt_init(GPT *model, Memory *memory, const Layout *layout, Op
 
 static inline void gpt_free(GPT *model) {
     free(model->blocks);
-    free(model->uses);
+    free(model->train);
+    free(model->forward);
 }
 
 // Dropout at one place of the model; `per_sequence` elements of it belong to one sequence.
@@ -203,10 +234,17 @@ static inline floatX *gpt_block_input(const GPT *model, int layer) {
     return model->x + (size_t)layer * n;
 }
 
+// Before the first micro-batch of a step.
+static inline void gpt_begin_step(GPT *model) {
+    zero_begin(model->zero, model->train, model->n_train);
+}
+
 // A tensor of a unit within its parameters or its gradients.
 #define TENSOR(base, unit, index) ((base) + (unit)->tensors[index].offset)
 
-static inline void gpt_forward_block(GPT *model, const MicroBatch *batch, const Unit *unit, const floatX *params) {
+// again: in backward, for the activations alone, which do not include the block's output.
+static inline void gpt_forward_block(GPT *model, const MicroBatch *batch, const Unit *unit, const floatX *params,
+                                     bool again) {
     Ops *ops = model->ops;
     const int B = batch->B, T = batch->T, C = model->layout->shape.n_embd, NH = model->layout->shape.n_head;
     const int layer = unit->layer;
@@ -227,6 +265,7 @@ static inline void gpt_forward_block(GPT *model, const MicroBatch *batch, const 
                                gpt_residual_dropout(model, batch, layer, SITE_ATTPROJ));
     matmul_gelu_forward(ops, a->mlp, a->mlp_gelu, a->ln2, TENSOR(params, unit, MLP_WEIGHT),
                         TENSOR(params, unit, MLP_BIAS), rows, C, 4 * C);
+    if (again) return;
     matmul_forward(ops, model->branch, a->mlp_gelu, TENSOR(params, unit, MLPPROJ_WEIGHT),
                    TENSOR(params, unit, MLPPROJ_BIAS), rows, 4 * C, C);
     residual_forward(ops, out, a->residual, model->branch, rows * (size_t)C,
@@ -248,6 +287,9 @@ static inline void gpt_backward_block(GPT *model, const MicroBatch *batch, const
     const int layer = unit->layer;
     const size_t rows = (size_t)B * (size_t)T, n = rows * (size_t)C;
     BlockActivations *a = &model->blocks[layer];
+    // The last block's activations are still there.
+    if (model->recompute && layer + 1 < model->layout->shape.n_layer)
+        gpt_forward_block(model, batch, unit, params, true);
 
     // MLP branch
     const floatX *dout = gpt_branch_gradient(model, n, gpt_residual_dropout(model, batch, layer, SITE_MLPPROJ));
@@ -323,7 +365,7 @@ static inline void gpt_compute_use(GPT *model, const MicroBatch *batch, const Us
         break;
     case UNIT_BLOCK:
         if (use->kind == USE_FORWARD)
-            gpt_forward_block(model, batch, unit, params);
+            gpt_forward_block(model, batch, unit, params, false);
         else
             gpt_backward_block(model, batch, unit, params, grads, accumulate);
         if (use->kind == USE_BACKWARD && unit->layer == 0 && embedding.rate > 0)
@@ -341,25 +383,18 @@ static inline void gpt_compute_use(GPT *model, const MicroBatch *batch, const Us
     }
 }
 
-// Walks the uses of one micro-batch: forward, loss, and backward when batch->train. batch NULL: computes nothing, for a
-// plan. Afterwards the loss summed over the micro-batches so far (from batch->micro 0 on) is on the device: gpt_loss().
-static inline void gpt_micro_batch(GPT *model, const MicroBatch *batch, bool last_micro) {
+// Walks the uses of one micro-batch: those of micro-batch `micro` of a step, or of a forward pass. batch NULL: computes
+// nothing, for a plan. Afterwards the loss summed over the micro-batches so far (from batch->micro 0 on) is on the
+// device: gpt_loss().
+static inline void gpt_walk(GPT *model, const MicroBatch *batch, const Use *uses, int n_uses, bool train,
+                            bool last_micro) {
     Zero *zero = model->zero;
     const Layout *layout = model->layout;
-    const bool train = batch == NULL || batch->train;
-    if (batch != NULL) {
-        const size_t bytes = (size_t)batch->B * (size_t)batch->T * sizeof(int);
-        cuda_check(cudaMemcpyAsync(model->inputs, batch->inputs, bytes, cudaMemcpyHostToDevice, zero->compute));
-        cuda_check(cudaMemcpyAsync(model->targets, batch->targets, bytes, cudaMemcpyHostToDevice, zero->compute));
-    }
     const floatX *wte = NULL;
-    for (int i = 0; i < model->n_uses; i++) {
-        const Use *use = &model->uses[i];
-        if (!train && use->kind == USE_BACKWARD) break;
-        const bool embedding = use->unit == layout->wte || use->unit == layout->wpe;
-        const bool reads = !(embedding && use->kind == USE_BACKWARD);
+    for (int i = 0; i < n_uses; i++) {
+        const Use *use = &uses[i];
         const bool writes = train && (use->kind == USE_BACKWARD || use->kind == USE_HEAD);
-        const floatX *params = reads ? zero_acquire_params(zero, use->unit) : NULL;
+        const floatX *params = use->reads ? zero_acquire_params(zero, use->unit) : NULL;
         int accumulate = 0;
         gradX *grads = writes ? zero_acquire_grads(zero, use->unit, &accumulate) : NULL;
         if (use->unit == layout->wte && use->kind == USE_FORWARD) { // read together with wpe, the next use
@@ -368,10 +403,33 @@ static inline void gpt_micro_batch(GPT *model, const MicroBatch *batch, bool las
         }
         if (batch != NULL) gpt_compute_use(model, batch, use, params, wte, grads, accumulate);
         if (use->unit == layout->wpe && use->kind == USE_FORWARD) zero_release_params(zero, layout->wte);
-        if (reads) zero_release_params(zero, use->unit);
+        if (use->reads) zero_release_params(zero, use->unit);
         // The head's part of wte's gradient is completed by the embedding's backward, and reduced once.
         if (writes && use->kind == USE_BACKWARD) zero_release_grads(zero, use->unit, last_micro);
     }
+}
+
+// A micro-batch of a step (after gpt_begin_step(), micro-batches in order), or a forward pass.
+static inline void gpt_micro_batch(GPT *model, const MicroBatch *batch) {
+    const size_t bytes = (size_t)batch->B * (size_t)batch->T * sizeof(int);
+    cudaStream_t compute = model->zero->compute;
+    cuda_check(cudaMemcpyAsync(model->inputs, batch->inputs, bytes, cudaMemcpyHostToDevice, compute));
+    cuda_check(cudaMemcpyAsync(model->targets, batch->targets, bytes, cudaMemcpyHostToDevice, compute));
+    if (batch->train) {
+        gpt_walk(model, batch, model->train + batch->micro * model->micro_uses, model->micro_uses, true,
+                 batch->last_micro);
+    } else {
+        zero_begin(model->zero, model->forward, model->n_forward);
+        gpt_walk(model, batch, model->forward, model->n_forward, false, false);
+    }
+}
+
+// The uses of a whole step, without computing: what a plan counts.
+static inline void gpt_plan_step(GPT *model) {
+    gpt_begin_step(model);
+    for (int first = 0; first < model->n_train; first += model->micro_uses)
+        gpt_walk(model, NULL, model->train + first, model->micro_uses, true,
+                 first + model->micro_uses == model->n_train);
 }
 
 // The sum of losses since the last micro-batch 0, over the tokens of this rank. Waits for the compute stream.

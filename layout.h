@@ -229,16 +229,51 @@ typedef struct {
     size_t count;
 } TensorRun;
 
-// The runs of a tensor: one per outer index. Returns false past the last. Padding rows belong to no run.
+// The runs of a tensor: one per outer index, or one for all where nothing is sliced or padded. Returns false past the
+// last. Padding rows belong to no run.
 static inline bool tensor_run(const Tensor *tensor, size_t index, TensorRun *run) {
-    if (index >= tensor->outer) return false;
-    size_t rows = tensor->sliced;
-    size_t room = tensor->sliced_full > tensor->sliced_first ? tensor->sliced_full - tensor->sliced_first : 0;
-    if (rows > room) rows = room;
+    const bool whole = tensor->sliced == tensor->sliced_full;
+    if (index >= (whole ? 1 : tensor->outer)) return false;
+    const size_t room = tensor->sliced_full > tensor->sliced_first ? tensor->sliced_full - tensor->sliced_first : 0;
+    const size_t rows = tensor->sliced < room ? tensor->sliced : room;
     run->local = index * tensor->sliced * tensor->inner;
     run->global = (index * tensor->sliced_full + tensor->sliced_first) * tensor->inner;
-    run->count = rows * tensor->inner;
+    run->count = whole ? tensor->size : rows * tensor->inner;
     return true;
+}
+
+// A part of a unit that has elements of one tensor, consecutive globally too.
+typedef struct {
+    const Tensor *tensor;
+    size_t at;     // position in the unit
+    size_t global; // position in the unsliced, unpadded tensor
+    size_t count;
+} Piece;
+
+// Where a walk over pieces stands; {0, 0} to begin.
+typedef struct {
+    int tensor;
+    size_t run;
+} PieceCursor;
+
+// The next piece of the elements [first, end) of a unit, padding left out; false when there is none.
+static inline bool unit_next_piece(const Unit *unit, size_t first, size_t end, PieceCursor *cursor, Piece *piece) {
+    for (; cursor->tensor < unit->n_tensors; cursor->tensor++, cursor->run = 0) {
+        const Tensor *tensor = &unit->tensors[cursor->tensor];
+        TensorRun run;
+        while (tensor_run(tensor, cursor->run++, &run)) {
+            const size_t begin = tensor->offset + run.local;
+            const size_t from = begin > first ? begin : first;
+            const size_t to = begin + run.count < end ? begin + run.count : end;
+            if (from >= to) continue;
+            piece->tensor = tensor;
+            piece->at = from;
+            piece->global = run.global + (from - begin);
+            piece->count = to - from;
+            return true;
+        }
+    }
+    return false;
 }
 
 #endif

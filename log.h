@@ -120,15 +120,6 @@ static inline const char *human_time(double seconds, char *text, size_t size) {
     return text;
 }
 
-// A JSON number that reads back as the same float (%.9g); JSON has no infinities and no NaN: null.
-static inline const char *json_float(double x, char *text, size_t size) {
-    if (isfinite(x))
-        snprintf(text, size, "%.9g", x);
-    else
-        snprintf(text, size, "null");
-    return text;
-}
-
 // What is about to be trained, on what.
 static inline void log_header(const Log *log, const Trainer *trainer, const char *device, int threads,
                               int64_t train_tokens, int64_t val_tokens) {
@@ -238,35 +229,6 @@ typedef struct {
     double mfu;
 } RunTotals;
 
-static inline void json_add_exact(cJSON *object, const char *key, double x) {
-    char text[32];
-    cJSON_AddRawToObject(object, key, json_float(x, text, sizeof text));
-}
-
-// Integers are written as they are: through a double they would lose digits above 2^53.
-static inline void json_add_integer(cJSON *object, const char *key, uint64_t n) {
-    char text[32];
-    snprintf(text, sizeof text, "%llu", (unsigned long long)n);
-    cJSON_AddRawToObject(object, key, text);
-}
-
-static inline void json_add_memory(cJSON *parent, const char *key, const Memory *memory) {
-    cJSON *object = cJSON_AddObjectToObject(parent, key);
-    for (int tag = 0; tag < MEMORY_TAGS; tag++) json_add_integer(object, memory_tag_name(tag), memory->bytes[tag]);
-    json_add_integer(object, "peak", memory->peak);
-}
-
-static inline cJSON *json_add_counts(cJSON *parent, const char *key, const CommCounts *counts) {
-    cJSON *object = cJSON_AddObjectToObject(parent, key);
-    for (int kind = 0; kind < COMM_KINDS; kind++) {
-        cJSON *one = cJSON_AddObjectToObject(object, comm_kind_name(kind));
-        json_add_integer(one, "calls", counts->kind[kind].calls);
-        json_add_integer(one, "payload_bytes", counts->kind[kind].payload_bytes);
-        json_add_integer(one, "bus_bytes", counts->kind[kind].bus_bytes);
-    }
-    return object;
-}
-
 // The table of memory by component: allocated, planned, and bytes per padded parameter.
 static inline void log_memory_table(const Trainer *trainer, const RunTotals *totals) {
     const double n = (double)trainer->layout.size;
@@ -305,7 +267,7 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         json_add_integer(root, "world_size", (uint64_t)trainer->comm.world_size);
         cJSON_AddStringToObject(root, "strategy", c->strategy);
         json_add_integer(root, "data_parallel", (uint64_t)trainer->comm.data.size);
-        json_add_integer(root, "shard_group", (uint64_t)c->shard_group);
+        json_add_integer(root, "shard_group", (uint64_t)c->shard_ranks);
         json_add_integer(root, "tensor_parallel", (uint64_t)c->tensor_parallel);
         json_add_integer(root, "pipeline_parallel", (uint64_t)c->pipeline_parallel);
         cJSON_AddStringToObject(root, "precision", c->precision);

@@ -140,8 +140,8 @@ OP void sum_values(Ops *ops, double *sum, const float *x, size_t n, int accumula
 // *sum (+)= sum of x[i]^2, in double; the order depends on n alone.
 OP void sum_of_squares(Ops *ops, double *sum, const gradX *x, size_t n, int accumulate);
 
-// params = master rounded to floatX.   n elements
-OP void round_to_params(Ops *ops, floatX *params, const float *master, size_t n);
+// sum += x, in fp32, rounded once; on `stream`, which need not be the compute stream.   n elements
+OP void accumulate_gradient(Ops *ops, gradX *sum, const gradX *x, size_t n, cudaStream_t stream);
 
 // One AdamW step (Loshchilov, Hutter, ICLR 2019; the bias-corrected form that PyTorch uses), in fp32:
 //   g = grad * grad_scale; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
@@ -152,6 +152,7 @@ typedef struct {
     float learning_rate, beta1, beta2, epsilon, weight_decay;
     float grad_scale; // what clipping multiplies gradients by
     int64_t step;     // counts from 1
+    uint64_t round_key, round_first;
 } AdamW;
 OP void adamw_update(Ops *ops, const AdamW *hyper, floatX *params, float *master, float *m, float *v,
                      const gradX *grads, size_t n, size_t n_decay);

@@ -174,6 +174,8 @@ static inline const char *option_allowed_text(const Option *option, char text[51
         else
             snprintf(text, 512, "%s%s and %s%s", in.low_open ? "more than " : "at least ", low,
                      in.high_open ? "less than " : "at most ", high);
+        const char *name = strchr(option->allowed, '|');
+        if (name != NULL) snprintf(text + strlen(text), 512 - strlen(text), ", or %s", name + 1);
     }
     return text;
 }
@@ -237,7 +239,10 @@ static inline bool option_set(OptionTable *table, int i, const OptionValue *valu
         snprintf(given, sizeof given, "a list or an object");
         break;
     }
-    if (option->type == OPTION_INTEGER || option->type == OPTION_NUMBER) {
+    const char *name = option->type == OPTION_INTEGER ? strchr(option->allowed, '|') : NULL;
+    if (name != NULL && value->type == VALUE_TEXT && strcmp(value->text, name + 1) == 0) {
+        *(int64_t *)target = -1; // the name of a number that is found out later
+    } else if (option->type == OPTION_INTEGER || option->type == OPTION_NUMBER) {
         const char *kind = option->type == OPTION_INTEGER ? "a whole number" : "a number";
         if (value->type != VALUE_NUMBER)
             return error_set(error, "%s: %s is not %s, %s is needed", where, given, kind, allowed);

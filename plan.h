@@ -6,6 +6,8 @@
 #ifndef PLAN_H
 #define PLAN_H
 
+#include <cjson/cJSON.h>
+#include <errno.h>
 #include "comm.h"
 #include "config.h"
 #include "gpt.h"
@@ -13,6 +15,50 @@
 #include "memory.h"
 #include "ops.h"
 #include "zero.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Numbers as JSON
+
+// A JSON number that reads back as the same float (%.9g); JSON has no infinities and no NaN: null.
+static inline const char *json_float(double x, char *text, size_t size) {
+    if (isfinite(x))
+        snprintf(text, size, "%.9g", x);
+    else
+        snprintf(text, size, "null");
+    return text;
+}
+
+static inline void json_add_exact(cJSON *object, const char *key, double x) {
+    char text[32];
+    cJSON_AddRawToObject(object, key, json_float(x, text, sizeof text));
+}
+
+// Integers are written as they are: through a double they would lose digits above 2^53.
+static inline void json_add_integer(cJSON *object, const char *key, uint64_t n) {
+    char text[32];
+    snprintf(text, sizeof text, "%llu", (unsigned long long)n);
+    cJSON_AddRawToObject(object, key, text);
+}
+
+static inline void json_add_memory(cJSON *parent, const char *key, const Memory *memory) {
+    cJSON *object = cJSON_AddObjectToObject(parent, key);
+    for (int tag = 0; tag < MEMORY_TAGS; tag++) json_add_integer(object, memory_tag_name(tag), memory->bytes[tag]);
+    json_add_integer(object, "peak", memory->peak);
+}
+
+static inline cJSON *json_add_counts(cJSON *parent, const char *key, const CommCounts *counts) {
+    cJSON *object = cJSON_AddObjectToObject(parent, key);
+    for (int kind = 0; kind < COMM_KINDS; kind++) {
+        cJSON *one = cJSON_AddObjectToObject(object, comm_kind_name(kind));
+        json_add_integer(one, "calls", counts->kind[kind].calls);
+        json_add_integer(one, "payload_bytes", counts->kind[kind].payload_bytes);
+        json_add_integer(one, "bus_bytes", counts->kind[kind].bus_bytes);
+    }
+    return object;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A run and its plan
 
 typedef struct {
     Memory memory;
@@ -23,27 +69,41 @@ typedef struct {
     GPT model;
 } Trainer;
 
+static inline ModelShape trainer_shape(const Config *config) {
+    const ModelShape shape = {(int)config->n_layer, (int)config->n_head, (int)config->n_embd,
+                              (int)config->context_length, (int)config->vocab_size};
+    return shape;
+}
+
 // Builds one rank's part of a run, or counts what it takes. The trainer must not be moved afterwards.
 static inline void trainer_build(Trainer *trainer, const Config *config, int rank, int world_size, bool planning,
                                  cudaStream_t compute, cudaStream_t communication) {
     memset(trainer, 0, sizeof *trainer);
     trainer->memory.planning = planning;
-    const ModelShape shape = {(int)config->n_layer, (int)config->n_head, (int)config->n_embd,
-                              (int)config->context_length, (int)config->vocab_size};
+    const ModelShape shape = trainer_shape(config);
     const int B = (int)config->micro_batch, T = (int)config->sequence_length, chunks = (int)config->classifier_chunks;
     const Strategy *strategy = strategy_find(config->strategy);
     if (strategy == NULL) die("no strategy is called %s", config->strategy);
 
-    comm_init(&trainer->comm, &trainer->memory, rank, world_size, config->timeout, communication);
+    comm_init(&trainer->comm, &trainer->memory, rank, world_size, (int)config->shard_ranks, config->timeout,
+              communication);
     const LayoutCut cut = layout_whole(&shape, trainer->comm.data.size);
     layout_init(&trainer->layout, &shape, &cut);
     const OpsShape largest = {
         B, T, shape.n_embd, shape.n_head, shape.vocab_size, trainer->layout.padded_vocab, gpt_logit_rows(B, T, chunks)};
     ops_init(&trainer->ops, &trainer->memory, &largest, compute);
-    zero_init(&trainer->zero, &trainer->memory, &trainer->layout, strategy, &trainer->comm, &trainer->ops, compute,
-              config->overlap);
-    gpt_init(&trainer->model, &trainer->memory, &trainer->layout, &trainer->ops, &trainer->zero, B, T, chunks,
-             (float)config->dropout, (uint64_t)config->seed);
+    const ZeroOptions sharding = {(int)config->prefetch, config->reshard_after_forward, config->overlap,
+                                  config->master_weights};
+    zero_init(&trainer->zero, &trainer->memory, &trainer->layout, strategy, &sharding, &trainer->comm, &trainer->ops,
+              compute, (uint64_t)config->seed);
+    const GPTOptions options = {B,
+                                T,
+                                (int)config->micro_batches,
+                                chunks,
+                                (float)config->dropout,
+                                strcmp(config->recompute, "full") == 0,
+                                (uint64_t)config->seed};
+    gpt_init(&trainer->model, &trainer->memory, &trainer->layout, &trainer->ops, &trainer->zero, &options);
 }
 
 static inline void trainer_free(Trainer *trainer) {
@@ -64,16 +124,138 @@ static inline Plan plan_rank(const Config *config, int rank, int world_size) {
     Trainer trainer;
     Plan plan;
     trainer_build(&trainer, config, rank, world_size, true, NULL, NULL);
-    zero_begin_step(&trainer.zero);
-    for (int micro = 0; micro < (int)config->micro_batches; micro++)
-        gpt_micro_batch(&trainer.model, NULL, micro + 1 == (int)config->micro_batches);
-    AdamW unused;
-    memset(&unused, 0, sizeof unused);
-    zero_step(&trainer.zero, &unused, 0, 0, false);
+    gpt_plan_step(&trainer.model);
+    zero_step(&trainer.zero, NULL, 0, 0, false);
     plan.memory = trainer.memory;
     plan.communication = trainer.comm.counts;
     trainer_free(&trainer);
     return plan;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The plan at the prompt
+
+// Bytes of model state per parameter and rank by the arithmetic of the ZeRO paper, for any number of parameters:
+// parameters and gradients in their types, optimizer state in fp32, each in full or 1/n of it.
+static inline double plan_state_bytes(const Strategy *strategy, bool master_weights, double parameters, int n) {
+    const bool masters = sizeof(floatX) < sizeof(float) && master_weights;
+    const double optimizer = masters ? 12 : 8;
+    return parameters *
+           ((double)sizeof(floatX) / (strategy->shard_params ? n : 1) +
+            (double)sizeof(gradX) / (strategy->shard_grads ? n : 1) + optimizer / (strategy->shard_optimizer ? n : 1));
+}
+
+static inline size_t plan_state(const Memory *memory) {
+    return memory->bytes[MEMORY_PARAMETERS] + memory->bytes[MEMORY_GRADIENTS] + memory->bytes[MEMORY_OPTIMIZER];
+}
+
+static inline void plan_print_header(const Config *config, const Layout *layout, int world_size) {
+    printf("plan for %d ranks, %s, gradients in %s%s\n", world_size, config->precision, config->gradient_dtype,
+           sizeof(floatX) < sizeof(float) && !config->master_weights ? ", no master weights" : "");
+    printf("model: %lld layers, %lld heads, %lld wide, context %lld, vocabulary %lld: %zu parameters, %zu padded\n",
+           (long long)config->n_layer, (long long)config->n_head, (long long)config->n_embd,
+           (long long)config->context_length, (long long)config->vocab_size, layout->parameters, layout->size);
+    printf("batch: %lld tokens a step, %lld micro-batches of %lld x %lld tokens a rank; recompute %s\n\n",
+           (long long)config->tokens_per_step, (long long)config->micro_batches, (long long)config->micro_batch,
+           (long long)config->sequence_length, config->recompute);
+}
+
+// The model state of plan_parameters parameters: arithmetic only.
+static inline void plan_parameters_only(const Config *config, int world_size, cJSON *json) {
+    printf("model state of %.4g parameters on %d ranks, %s\n\n  %-8s %14s %22s\n", config->plan_parameters, world_size,
+           config->precision, "strategy", "GB a rank", "bytes a parameter");
+    for (int i = 0; i < STRATEGIES; i++) {
+        const Strategy *strategy = strategy_number(i);
+        const double bytes = plan_state_bytes(strategy, config->master_weights, config->plan_parameters, world_size);
+        printf("  %-8s %14.4g %22.4f   %s\n", strategy->name, bytes / 1e9, bytes / config->plan_parameters,
+               bytes <= config->device_memory * 1e9 ? "fits" : "does not fit");
+        cJSON *one = cJSON_AddObjectToObject(json, strategy->name);
+        cJSON_AddNumberToObject(one, "model_state_bytes", bytes);
+        cJSON_AddBoolToObject(one, "fits", bytes <= config->device_memory * 1e9);
+    }
+}
+
+// What every strategy takes of the busiest rank, and what it sends in a step.
+static inline void plan_strategies(const Config *config, int world_size, cJSON *json) {
+    enum { MB = 1000000 };
+    Plan plans[STRATEGIES];
+    Layout layout;
+    const ModelShape shape = trainer_shape(config);
+    const LayoutCut cut = layout_whole(&shape, world_size);
+    layout_init(&layout, &shape, &cut);
+    plan_print_header(config, &layout, world_size);
+    json_add_integer(json, "parameters", layout.parameters);
+    json_add_integer(json, "padded_parameters", layout.size);
+    printf("  %-26s", "MB a rank (1e6 bytes)");
+    for (int i = 0; i < STRATEGIES; i++) {
+        Config one = *config;
+        snprintf(one.strategy, sizeof one.strategy, "%s", strategy_number(i)->name);
+        if (!strategy_number(i)->shard_params) one.shard_ranks = world_size; // only zero3 shards in groups
+        plans[i] = plan_rank(&one, 0, world_size);
+        printf(" %14s", one.strategy);
+    }
+    for (int tag = 0; tag < MEMORY_TAGS; tag++) {
+        printf("\n  %-26s", memory_tag_name(tag));
+        for (int i = 0; i < STRATEGIES; i++) printf(" %14.3f", (double)plans[i].memory.bytes[tag] / MB);
+    }
+    printf("\n  %-26s", "peak");
+    for (int i = 0; i < STRATEGIES; i++) printf(" %14.3f", (double)plans[i].memory.peak / MB);
+    printf("\n  %-26s", "model state");
+    for (int i = 0; i < STRATEGIES; i++) printf(" %14.3f", (double)plan_state(&plans[i].memory) / MB);
+    printf("\n  %-26s", "bytes a padded parameter");
+    for (int i = 0; i < STRATEGIES; i++) printf(" %14.4f", (double)plan_state(&plans[i].memory) / (double)layout.size);
+    printf("\n  fits in %-18.4g", config->device_memory);
+    for (int i = 0; i < STRATEGIES; i++)
+        printf(" %14s", (double)plans[i].memory.peak <= config->device_memory * 1e9 ? "yes" : "no");
+    printf("\n\n  %-26s", "sent by a rank in a step");
+    for (int kind = 0; kind < COMM_SCALARS; kind++) {
+        bool any = false;
+        for (int i = 0; i < STRATEGIES; i++) any = any || plans[i].communication.kind[kind].calls > 0;
+        if (!any) continue;
+        printf("\n  %-26s", comm_kind_name(kind));
+        for (int i = 0; i < STRATEGIES; i++)
+            printf(" %8llu calls", (unsigned long long)plans[i].communication.kind[kind].calls);
+        printf("\n  %-26s", "  payload MB");
+        for (int i = 0; i < STRATEGIES; i++)
+            printf(" %14.3f", (double)plans[i].communication.kind[kind].payload_bytes / MB);
+        printf("\n  %-26s", "  sent MB");
+        for (int i = 0; i < STRATEGIES; i++)
+            printf(" %14.3f", (double)plans[i].communication.kind[kind].bus_bytes / MB);
+    }
+    printf("\n");
+    for (int i = 0; i < STRATEGIES; i++) {
+        cJSON *one = cJSON_AddObjectToObject(json, strategy_number(i)->name);
+        json_add_memory(one, "memory_bytes", &plans[i].memory);
+        json_add_integer(one, "model_state_bytes", plan_state(&plans[i].memory));
+        json_add_counts(one, "communication_per_step", &plans[i].communication);
+        cJSON_AddBoolToObject(one, "fits", (double)plans[i].memory.peak <= config->device_memory * 1e9);
+    }
+    layout_free(&layout);
+}
+
+// --plan: prints the plan, writes it to plan_json if that is given; allocates nothing on a device. Returns an exit
+// code.
+static inline int plan_run(const Config *config, int world_size) {
+    cJSON *json = cJSON_CreateObject();
+    json_add_integer(json, "world_size", (uint64_t)world_size);
+    cJSON_AddStringToObject(json, "precision", config->precision);
+    if (config->plan_parameters > 0)
+        plan_parameters_only(config, world_size, json);
+    else
+        plan_strategies(config, world_size, json);
+    int code = 0;
+    if (config->plan_json[0] != '\0') {
+        char *text = cJSON_Print(json);
+        FILE *file = text == NULL ? NULL : fopen(config->plan_json, "w");
+        const bool written = file != NULL && fprintf(file, "%s\n", text) > 0;
+        if ((file != NULL && fclose(file) != 0) || !written) {
+            fprintf(stderr, "train_gpt: error: plan_json: cannot write %s: %s\n", config->plan_json, strerror(errno));
+            code = EXIT_INPUT;
+        }
+        cJSON_free(text);
+    }
+    cJSON_Delete(json);
+    return code;
 }
 
 #endif

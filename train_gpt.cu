@@ -65,7 +65,7 @@ static double evaluate(Trainer *trainer, const Config *config, Validation *valid
         batch.T = (int)config->sequence_length;
         batch.only_row = -1;
         if (!validation_read(validation, k, &batch.inputs, &batch.targets, &error)) die("%s", error.text);
-        gpt_micro_batch(&trainer->model, &batch, false);
+        gpt_micro_batch(&trainer->model, &batch);
         sum += gpt_loss(&trainer->model);
     }
     const double *all = (const double *)comm_gather(&trainer->comm, &sum, sizeof sum);
@@ -97,7 +97,7 @@ static void sample(Trainer *trainer, const Config *config, const Tokenizer *toke
         batch.inputs = text + first;
         batch.targets = targets;
         batch.only_row = length - 1;
-        gpt_micro_batch(&trainer->model, &batch, false);
+        gpt_micro_batch(&trainer->model, &batch);
         gpt_logits(&trainer->model, logits);
         text[count++] =
             sample_token(logits, V, config->sample_temperature, (int)config->sample_top_k, key, (uint64_t)i);
@@ -117,6 +117,7 @@ DECLARE_TRAINER(TRAIN) {
     Error error = {""};
     error_identify(place->rank, place->world_size);
     set_threads(place);
+    if (config->plan) return plan_run(config, (int)config->nproc);
     cudaStream_t compute, communication;
     int devices = 0;
     cuda_check(cudaGetDeviceCount(&devices));
@@ -146,7 +147,7 @@ DECLARE_TRAINER(TRAIN) {
     if (!comm_agree(&trainer.comm, &error)) comm_die_together(&trainer.comm, EXIT_INPUT, "%s", error.text);
     log_open(&log, config, place->rank, &error);
     if (!comm_agree(&trainer.comm, &error)) comm_die_together(&trainer.comm, EXIT_INPUT, "%s", error.text);
-    zero_init_params(&trainer.zero, (uint64_t)config->seed);
+    zero_init_params(&trainer.zero);
     struct cudaDeviceProp device;
     cuda_check(cudaGetDeviceProperties(&device, device_number));
     log_header(&log, &trainer, device.name, place_threads(), inputs.train.tokens,
@@ -178,7 +179,7 @@ DECLARE_TRAINER(TRAIN) {
 
         const double begin = now_seconds();
         const CommCounts before = trainer.comm.counts;
-        zero_begin_step(&trainer.zero);
+        gpt_begin_step(&trainer.model);
         for (int micro = 0; micro < micro_batches; micro++) {
             MicroBatch batch;
             memset(&batch, 0, sizeof batch);
@@ -192,7 +193,7 @@ DECLARE_TRAINER(TRAIN) {
             batch.step = step;
             batch.first_sequence = ((uint64_t)micro * (uint64_t)ranks + (uint64_t)trainer.comm.data.rank) * (uint64_t)B;
             if (!loader_read(&loader, step, micro, &batch.inputs, &batch.targets, &error)) die("%s", error.text);
-            gpt_micro_batch(&trainer.model, &batch, batch.last_micro);
+            gpt_micro_batch(&trainer.model, &batch);
         }
         hyper.learning_rate = (float)config_learning_rate(config, step);
         const StepResult result =
@@ -200,6 +201,8 @@ DECLARE_TRAINER(TRAIN) {
         totals.communication = comm_counts_since(&trainer.comm, &before);
         log_step(&log, step + 1, &result, result.loss_sum / (double)config->tokens_per_step, hyper.learning_rate,
                  now_seconds() - begin, totals.mfu);
+        if (config->check_replicas > 0 && (step + 1) % config->check_replicas == 0)
+            zero_check_replicas(&trainer.zero, step + 1);
         bad_steps = result.updated ? 0 : bad_steps + 1;
         if (bad_steps > config->max_bad_steps)
             comm_die_together(&trainer.comm, EXIT_RUN,
@@ -305,9 +308,12 @@ int main(int argc, char **argv) {
         config_help(stdout);
         return 0;
     }
-    const int world_size = place.launched ? place.world_size : (int)config.nproc;
-    if (!config_check(&config, world_size, &error) || !check_inputs(&config, &error)) die_input(&error);
-    if (!place.launched && world_size > 1) return launch_ranks(world_size, argv);
+    int world_size = place.launched ? place.world_size : (int)config.nproc;
+    if (config.plan && config.world_size > 0) world_size = (int)config.world_size;
+    const int node_ranks = config.plan ? 8 : place.launched ? place.local_size : world_size; // a plan's machines have 8
+    if (!config_check(&config, world_size, node_ranks, &error)) die_input(&error);
+    if (!config.plan && !check_inputs(&config, &error)) die_input(&error);
+    if (!config.plan && !place.launched && world_size > 1) return launch_ranks(world_size, argv);
     config.nproc = world_size;
     if (strcmp(config.precision, "fp32") == 0) return train_fp32(&config, &place);
     if (strcmp(config.gradient_dtype, "fp32") == 0) return train_bf16_gradfp32(&config, &place);

@@ -1,17 +1,22 @@
-// zero.h: data parallelism: how parameters, gradients and optimizer state are sliced over the ranks, and which
-// collectives run when.
+// zero.h: data parallelism: DDP, ZeRO-1/2/3 (FSDP), hybrid sharding: how parameters, gradients and optimizer state are
+// sliced over the ranks, and which collectives run when (Rajbhandari et al., SC 2020; Zhao et al., VLDB 2023).
 //
 // The model never names a strategy. A pass over the model is a list of uses (unit, kind, micro-batch), in order, and
 // the model walks it through
-//     zero_acquire_params(unit)               full parameters of the unit
+//     zero_acquire_params(unit)               full parameters of the unit, gathered if sharded; gathers the next uses
 //     zero_release_params(unit)               they may be freed again
 //     zero_acquire_grads(unit, &accumulate)   a full-size buffer for the unit's gradient
 //     zero_release_grads(unit, last_micro)    launches the reduction on the communication stream
-//     zero_step()                             norm, clip, AdamW on this rank's slice
-// Compute waits on events, per unit, never on the device: the reduction of unit u overlaps the backward of unit u-1.
+//     zero_step()                             norm, clip, AdamW on this rank's slice, then what must be gathered
 //
-// The norm of the gradient is summed from one partial sum per shard, in rank order, under every strategy, so that it
-// has the same bits whether gradients are replicated or not.
+// A strategy is three booleans: which of parameters, gradients and optimizer state are cut into one shard per rank of
+// the shard group. Everything follows from them. State that is sharded lives in buffers of shards; where compute needs
+// it in full there are slots, transient buffers of one unit each: wte has its own (it is alive from the head's backward
+// to the embedding's), all other units share a few.
+//
+// Compute waits on events, per unit or slot, never on the device; collectives wait on events for compute. The norm of
+// the gradient is summed from one partial sum per rank, in rank order, each over 1/N of every unit, under every
+// strategy, so that it has the same bits whether gradients are replicated or not.
 #ifndef ZERO_H
 #define ZERO_H
 
@@ -21,16 +26,25 @@
 #include "ops.h"
 #include "random.h"
 
-// One row per strategy: what is cut into one shard per data-parallel rank. What is not is held in full by every rank.
+// One row per strategy: what is cut into one shard per rank. What is not is held in full by every rank.
 typedef struct {
     const char *name;
-    bool shard_parameters, shard_gradients, shard_optimizer;
+    bool shard_params, shard_grads, shard_optimizer;
 } Strategy;
 
+enum { STRATEGIES = 4 };
+
+static inline const Strategy *strategy_number(int i) {
+    static const Strategy strategies[STRATEGIES] = {{"ddp", false, false, false},
+                                                    {"zero1", false, false, true},
+                                                    {"zero2", false, true, true},
+                                                    {"zero3", true, true, true}};
+    return &strategies[i];
+}
+
 static inline const Strategy *strategy_find(const char *name) {
-    static const Strategy strategies[] = {{"ddp", false, false, false}};
-    for (size_t i = 0; i < sizeof strategies / sizeof strategies[0]; i++)
-        if (strcmp(strategies[i].name, name) == 0) return &strategies[i];
+    for (int i = 0; i < STRATEGIES; i++)
+        if (strcmp(strategy_number(i)->name, name) == 0) return strategy_number(i);
     return NULL;
 }
 
@@ -39,28 +53,62 @@ typedef enum { USE_FORWARD, USE_HEAD, USE_BACKWARD } UseKind;
 typedef struct {
     int unit;
     UseKind kind;
-    int micro; // micro-batch
+    int micro;       // micro-batch
+    bool reads;      // needs the unit's parameters
+    bool read_again; // and so will a later use of this micro-batch
 } Use;
+
+// What a run chooses beside the strategy.
+typedef struct {
+    int prefetch;               // uses that are gathered ahead
+    bool reshard_after_forward; // false: gathered parameters stay until their backward
+    bool overlap;               // false: compute waits for every collective at once
+    bool master_weights;        // false: bf16 parameters are updated in place, with stochastic rounding
+} ZeroOptions;
+
+// A transient full-size buffer of one unit.
+typedef struct {
+    void *data;
+    int unit;          // that it holds, or -1
+    cudaEvent_t ready; // communication: the gather into it, or the reduction out of it, is done
+    cudaEvent_t done;  // compute: it has been read, or written, for the last time
+} Slot;
+
+typedef struct {
+    Slot *slots; // 0 is wte's
+    int count;
+    int next; // where the search for a free one begins: buffers are used in turn, so that collectives have time
+    size_t element_bytes;
+} Slots;
 
 typedef struct {
     const Layout *layout;
     const Strategy *strategy;
+    ZeroOptions options;
     Comm *comm;
     Ops *ops;
     cudaStream_t compute;
-    bool overlap; // false: compute waits for every reduction at once
-    int n, rank;  // data-parallel ranks, and this one
+    uint64_t seed;
 
-    floatX *params; // (layout->size)
-    gradX *grads;   // (layout->size)
-    float *master;  // (layout->size); NULL in fp32, where params are the masters
-    float *m, *v;   // (layout->size)
+    // Persistent state: in full, or this rank's shards (see zero_held()).
+    floatX *params;
+    gradX *grads;
+    float *master; // NULL in fp32, where params are the masters, and without master weights
+    float *m, *v;
 
-    bool *accumulate;           // by unit: its gradient buffer holds a part of this step's gradient already
-    cudaEvent_t *grads_written; // by unit, on the compute stream
-    cudaEvent_t *grads_reduced; // by unit, on the communication stream
-    int64_t updates;            // AdamW steps taken: skipped steps do not count
-    double *sum_of_squares;     // device: this rank's partial sum of the norm
+    Slots param_slots, grad_slots; // empty where the state is held in full
+    int *param_slot, *grad_slot;   // by unit: the slot that holds it, or -1
+
+    const Use *uses; // of the pass
+    int n_uses, cursor;
+
+    bool *accumulate;            // by unit: its gradient holds a part of this step's already
+    cudaEvent_t *grads_written;  // by unit, compute
+    cudaEvent_t *grads_reduced;  // by unit, communication
+    cudaEvent_t *params_updated; // by unit, compute
+    cudaEvent_t *params_ready;   // by unit, communication: gathered after the update (state in full)
+    double *sum_of_squares;      // device: this rank's partial sum of the norm
+    int64_t updates;             // AdamW steps taken: skipped steps do not count
 } Zero;
 
 // What all ranks know after a step.
@@ -71,89 +119,216 @@ typedef struct {
     bool stop;        // some rank asked to stop
 } StepResult;
 
-// The part of unit u that rank `shard` of n answers for, as a range of the unit.
-typedef struct {
-    size_t first, count;
-} UnitRange;
+// ---------------------------------------------------------------------------------------------------------------------
+// Where things are
 
-static inline UnitRange zero_shard(const Unit *unit, int n, int shard) {
-    UnitRange range = {(size_t)shard * (unit->size / (size_t)n), unit->size / (size_t)n};
-    return range;
+// Elements [first, first + count) of a unit, which stand at `at` of a buffer.
+typedef struct {
+    size_t first, count, at;
+} Held;
+
+// The part of a unit that this rank holds of state that is sharded or not, and where it stands in its buffer.
+static inline Held zero_held(const Zero *zero, const Unit *unit, bool sharded) {
+    Held held = {0, unit->size, unit->offset};
+    if (!sharded) return held;
+    const Group *shard = &zero->comm->shard;
+    held.count = unit->size / (size_t)shard->size;
+    held.first = held.count * (size_t)shard->rank;
+    held.at = unit->offset / (size_t)shard->size;
+    return held;
 }
 
-// Allocates this rank's parameters, gradients and optimizer state. `gradient_type`: the NCCL type of gradX.
-static inline void zero_init(Zero *zero, Memory *memory, const Layout *layout, const Strategy *strategy, Comm *comm,
-                             Ops *ops, cudaStream_t compute, bool overlap) {
+// The part of a unit that this rank alone answers for in sums over ranks: 1/N of it, inside its shard.
+static inline Held zero_own(const Zero *zero, const Unit *unit, bool sharded) {
+    const Held shard = zero_held(zero, unit, true), held = zero_held(zero, unit, sharded);
+    Held own;
+    own.count = shard.count / (size_t)zero->comm->replica.size;
+    own.first = shard.first + own.count * (size_t)zero->comm->replica.rank;
+    own.at = held.at + (own.first - held.first);
+    return own;
+}
+
+static inline size_t zero_state_size(const Zero *zero, bool sharded) {
+    return sharded ? zero->layout->size / (size_t)zero->comm->shard.size : zero->layout->size;
+}
+
+static inline ncclDataType_t param_type(void) {
+    return sizeof(floatX) == sizeof(float) ? ncclFloat32 : ncclBfloat16;
+}
+static inline ncclDataType_t grad_type(void) {
+    return sizeof(gradX) == sizeof(float) ? ncclFloat32 : ncclBfloat16;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Opening
+
+static inline void zero_record(const Zero *zero, cudaEvent_t event, cudaStream_t stream) {
+    if (!zero->comm->planning) cuda_check(cudaEventRecord(event, stream));
+}
+
+static inline void zero_wait(const Zero *zero, cudaStream_t stream, cudaEvent_t event) {
+    if (!zero->comm->planning) cuda_check(cudaStreamWaitEvent(stream, event, 0));
+}
+
+// The communication stream has been given a collective: records that it is done; without overlap compute waits now.
+static inline void zero_launched(const Zero *zero, cudaEvent_t event) {
+    zero_record(zero, event, zero->comm->stream);
+    if (!zero->options.overlap) zero_wait(zero, zero->compute, event);
+}
+
+static inline void *zero_table(size_t count, size_t size) {
+    void *table = calloc(count, size);
+    if (table == NULL) die("no room for the table of units");
+    return table;
+}
+
+static inline cudaEvent_t *zero_events(const Zero *zero) {
+    cudaEvent_t *events = (cudaEvent_t *)zero_table((size_t)zero->layout->n_units, sizeof(cudaEvent_t));
+    for (int u = 0; u < zero->layout->n_units && !zero->comm->planning; u++)
+        cuda_check(cudaEventCreateWithFlags(&events[u], cudaEventDisableTiming));
+    return events;
+}
+
+static inline void zero_free_events(const Zero *zero, cudaEvent_t *events) {
+    for (int u = 0; u < zero->layout->n_units && !zero->comm->planning; u++) cuda_check(cudaEventDestroy(events[u]));
+    free(events);
+}
+
+// Slots for wte and for `others` units at a time, of the size of the largest of them.
+static inline void slots_init(Slots *slots, const Zero *zero, Memory *memory, int others, size_t element_bytes) {
+    const Layout *layout = zero->layout;
+    size_t largest = 0;
+    for (int u = 0; u < layout->n_units; u++)
+        if (u != layout->wte && layout->units[u].size > largest) largest = layout->units[u].size;
+    const int units = layout->n_units - (layout->wte >= 0);
+    slots->count = 1 + (others < units ? others : units);
+    slots->slots = (Slot *)zero_table((size_t)slots->count, sizeof(Slot));
+    slots->next = 1;
+    slots->element_bytes = element_bytes;
+    for (int i = 0; i < slots->count; i++) {
+        const size_t size = i > 0 ? largest : layout->wte >= 0 ? layout->units[layout->wte].size : 0;
+        slots->slots[i].unit = -1;
+        slots->slots[i].data = memory_alloc(memory, MEMORY_COMMUNICATION, size * element_bytes);
+        if (memory->planning) continue;
+        cuda_check(cudaEventCreateWithFlags(&slots->slots[i].ready, cudaEventDisableTiming));
+        cuda_check(cudaEventCreateWithFlags(&slots->slots[i].done, cudaEventDisableTiming));
+    }
+}
+
+static inline void slots_free(Slots *slots, bool planning) {
+    for (int i = 0; i < slots->count && !planning; i++) {
+        cuda_check(cudaEventDestroy(slots->slots[i].ready));
+        cuda_check(cudaEventDestroy(slots->slots[i].done));
+    }
+    free(slots->slots);
+}
+
+// A free slot for a unit, now its; NULL if there is none.
+static inline Slot *slots_take(Slots *slots, const Layout *layout, int unit, int *slot_of_unit) {
+    int i = 0;
+    if (unit != layout->wte) {
+        int tries = slots->count - 1;
+        for (i = slots->next; tries > 0 && slots->slots[i].unit >= 0; tries--) i = i + 1 < slots->count ? i + 1 : 1;
+        if (tries == 0) return NULL;
+        slots->next = i + 1 < slots->count ? i + 1 : 1;
+    }
+    if (slots->slots[i].unit >= 0) return NULL;
+    slots->slots[i].unit = unit;
+    slot_of_unit[unit] = i;
+    return &slots->slots[i];
+}
+
+static inline void slots_give_back(Slots *slots, int unit, int *slot_of_unit) {
+    slots->slots[slot_of_unit[unit]].unit = -1;
+    slot_of_unit[unit] = -1;
+}
+
+// Allocates this rank's parameters, gradients and optimizer state.
+static inline void zero_init(Zero *zero, Memory *memory, const Layout *layout, const Strategy *strategy,
+                             const ZeroOptions *options, Comm *comm, Ops *ops, cudaStream_t compute, uint64_t seed) {
     memset(zero, 0, sizeof *zero);
     zero->layout = layout;
     zero->strategy = strategy;
+    zero->options = *options;
     zero->comm = comm;
     zero->ops = ops;
     zero->compute = compute;
-    zero->overlap = overlap;
-    zero->n = comm->data.size;
-    zero->rank = comm->data.rank;
-    const size_t size = layout->size;
-    zero->params = (floatX *)memory_alloc(memory, MEMORY_PARAMETERS, size * sizeof(floatX));
-    zero->grads = (gradX *)memory_alloc(memory, MEMORY_GRADIENTS, size * sizeof(gradX));
+    zero->seed = seed;
+    const size_t params = zero_state_size(zero, strategy->shard_params);
+    const size_t grads = zero_state_size(zero, strategy->shard_grads);
+    const size_t optimizer = zero_state_size(zero, strategy->shard_optimizer);
+    zero->params = (floatX *)memory_alloc(memory, MEMORY_PARAMETERS, params * sizeof(floatX));
+    zero->grads = (gradX *)memory_alloc(memory, MEMORY_GRADIENTS, grads * sizeof(gradX));
     // In fp32 the parameters are their own masters.
-    if (sizeof(floatX) < sizeof(float))
-        zero->master = (float *)memory_alloc(memory, MEMORY_OPTIMIZER, size * sizeof(float));
-    zero->m = (float *)memory_alloc(memory, MEMORY_OPTIMIZER, size * sizeof(float));
-    zero->v = (float *)memory_alloc(memory, MEMORY_OPTIMIZER, size * sizeof(float));
+    if (sizeof(floatX) < sizeof(float) && options->master_weights)
+        zero->master = (float *)memory_alloc(memory, MEMORY_OPTIMIZER, optimizer * sizeof(float));
+    zero->m = (float *)memory_alloc(memory, MEMORY_OPTIMIZER, optimizer * sizeof(float));
+    zero->v = (float *)memory_alloc(memory, MEMORY_OPTIMIZER, optimizer * sizeof(float));
     zero->sum_of_squares = (double *)memory_alloc(memory, MEMORY_WORKSPACE, sizeof(double));
+    // In use: the unit at hand and those gathered ahead; or, where they stay until their backward, all. The gradient of
+    // one unit is written while that of the one before is reduced.
+    const int ahead = options->reshard_after_forward ? options->prefetch + 1 : layout->n_units;
+    if (strategy->shard_params) slots_init(&zero->param_slots, zero, memory, ahead, sizeof(floatX));
+    if (strategy->shard_grads) slots_init(&zero->grad_slots, zero, memory, 2, sizeof(gradX));
+
     const size_t units = (size_t)layout->n_units;
-    zero->accumulate = (bool *)calloc(units, sizeof(bool));
-    zero->grads_written = (cudaEvent_t *)calloc(units, sizeof(cudaEvent_t));
-    zero->grads_reduced = (cudaEvent_t *)calloc(units, sizeof(cudaEvent_t));
-    if (!zero->accumulate || !zero->grads_written || !zero->grads_reduced) die("no room for %zu events", units);
-    if (memory->planning) return;
-    for (size_t u = 0; u < units; u++) {
-        cuda_check(cudaEventCreateWithFlags(&zero->grads_written[u], cudaEventDisableTiming));
-        cuda_check(cudaEventCreateWithFlags(&zero->grads_reduced[u], cudaEventDisableTiming));
-    }
+    zero->param_slot = (int *)zero_table(units, sizeof(int));
+    zero->grad_slot = (int *)zero_table(units, sizeof(int));
+    for (size_t u = 0; u < units; u++) zero->param_slot[u] = zero->grad_slot[u] = -1;
+    zero->accumulate = (bool *)zero_table(units, sizeof(bool));
+    zero->grads_written = zero_events(zero);
+    zero->grads_reduced = zero_events(zero);
+    zero->params_updated = zero_events(zero);
+    zero->params_ready = zero_events(zero);
 }
 
 static inline void zero_free(Zero *zero) {
-    for (int u = 0; u < zero->layout->n_units && !zero->comm->planning; u++) {
-        cuda_check(cudaEventDestroy(zero->grads_written[u]));
-        cuda_check(cudaEventDestroy(zero->grads_reduced[u]));
-    }
+    slots_free(&zero->param_slots, zero->comm->planning);
+    slots_free(&zero->grad_slots, zero->comm->planning);
+    zero_free_events(zero, zero->grads_written);
+    zero_free_events(zero, zero->grads_reduced);
+    zero_free_events(zero, zero->params_updated);
+    zero_free_events(zero, zero->params_ready);
+    free(zero->param_slot);
+    free(zero->grad_slot);
     free(zero->accumulate);
-    free(zero->grads_written);
-    free(zero->grads_reduced);
 }
+
+enum { ZERO_CHUNK = 1 << 18 }; // elements that pass through the host at a time
 
 // Fills the masters and the parameters with GPT-2's initialisation. Every element depends on (seed, tensor, global
 // index) alone.
-static inline void zero_init_params(Zero *zero, uint64_t seed) {
-    const size_t most = 1 << 18; // elements at a time
-    float *values = (float *)malloc(most * sizeof(float));
-    floatX *rounded = (floatX *)malloc(most * sizeof(floatX));
-    if (values == NULL || rounded == NULL) die("no room to initialise parameters");
+static inline void zero_init_params(Zero *zero) {
+    float *values = (float *)zero_table(ZERO_CHUNK, sizeof(float));
+    floatX *rounded = (floatX *)zero_table(ZERO_CHUNK, sizeof(floatX));
     for (int u = 0; u < zero->layout->n_units; u++) {
         const Unit *unit = &zero->layout->units[u];
-        for (int t = 0; t < unit->n_tensors; t++) {
-            const Tensor *tensor = &unit->tensors[t];
+        const Held params = zero_held(zero, unit, zero->strategy->shard_params);
+        const Held masters = zero_held(zero, unit, zero->strategy->shard_optimizer); // within what params hold
+        PieceCursor cursor = {0, 0};
+        Piece piece;
+        while (unit_next_piece(unit, params.first, params.first + params.count, &cursor, &piece)) {
+            const Tensor *tensor = piece.tensor;
             if (tensor->init == INIT_ZERO) continue; // as allocated
-            const uint64_t key = random_key(seed, RANDOM_INIT, (uint64_t)tensor->id, 0);
-            TensorRun run;
-            for (size_t r = 0; tensor_run(tensor, r, &run); r++) {
-                for (size_t done = 0; done < run.count; done += most) {
-                    const size_t count = run.count - done < most ? run.count - done : most;
-                    const size_t to = unit->offset + tensor->offset + run.local + done;
+            const uint64_t key = random_key(zero->seed, RANDOM_INIT, (uint64_t)tensor->id, 0);
+            for (size_t done = 0; done < piece.count; done += ZERO_CHUNK) {
+                const size_t left = piece.count - done, count = left < (size_t)ZERO_CHUNK ? left : (size_t)ZERO_CHUNK;
+                const size_t at = piece.at + done;
 #pragma omp parallel for
-                    for (size_t i = 0; i < count; i++) {
-                        values[i] = tensor->init == INIT_ONE
-                                        ? 1.0f
-                                        : tensor->init_std * random_normal(key, run.global + done + i);
-                        rounded[i] = floatX_from(values[i]);
-                    }
-                    cuda_check(cudaMemcpy(zero->params + to, rounded, count * sizeof(floatX), cudaMemcpyHostToDevice));
-                    if (zero->master != NULL)
-                        cuda_check(
-                            cudaMemcpy(zero->master + to, values, count * sizeof(float), cudaMemcpyHostToDevice));
+                for (size_t i = 0; i < count; i++) {
+                    values[i] = tensor->init == INIT_ONE
+                                    ? 1.0f
+                                    : tensor->init_std * random_normal(key, piece.global + done + i);
+                    rounded[i] = floatX_from(values[i]);
                 }
+                cuda_check(cudaMemcpy(zero->params + params.at + (at - params.first), rounded, count * sizeof(floatX),
+                                      cudaMemcpyHostToDevice));
+                if (zero->master == NULL) continue;
+                const size_t begin = at > masters.first ? at : masters.first, last = masters.first + masters.count;
+                const size_t end = at + count < last ? at + count : last;
+                if (begin < end)
+                    cuda_check(cudaMemcpy(zero->master + masters.at + (begin - masters.first), values + (begin - at),
+                                          (end - begin) * sizeof(float), cudaMemcpyHostToDevice));
             }
         }
     }
@@ -161,70 +336,186 @@ static inline void zero_init_params(Zero *zero, uint64_t seed) {
     free(rounded);
 }
 
-// Before the first use of a step.
-static inline void zero_begin_step(Zero *zero) {
+// ---------------------------------------------------------------------------------------------------------------------
+// A pass
+
+// Before the first use of a pass, whose uses are given, all micro-batches of a step or one forward pass.
+static inline void zero_begin(Zero *zero, const Use *uses, int n_uses) {
+    zero->uses = uses;
+    zero->n_uses = n_uses;
+    zero->cursor = -1;
     for (int u = 0; u < zero->layout->n_units; u++) zero->accumulate[u] = false;
 }
 
-// Full parameters of a unit, ready for the compute stream.
-static inline const floatX *zero_acquire_params(Zero *zero, int unit) {
-    return zero->params + zero->layout->units[unit].offset;
+// Starts gathering a unit into a slot, unless it is there. False if no slot is free.
+static inline bool zero_gather(Zero *zero, int unit) {
+    if (zero->param_slot[unit] >= 0) return true;
+    Slot *slot = slots_take(&zero->param_slots, zero->layout, unit, zero->param_slot);
+    if (slot == NULL) return false;
+    const Held shard = zero_held(zero, &zero->layout->units[unit], true);
+    zero_wait(zero, zero->comm->stream, slot->done); // what it held has been read
+    zero_wait(zero, zero->comm->stream, zero->params_updated[unit]);
+    comm_all_gather(zero->comm, &zero->comm->shard, slot->data, zero->params + shard.at, shard.count, param_type());
+    zero_launched(zero, slot->ready);
+    return true;
 }
 
-// The compute stream has been given the last operation that reads the unit's parameters in this use. Nothing is freed
-// where parameters are held in full.
+// Full parameters of a unit for the next use of the pass that reads any, ready for the compute stream.
+static inline const floatX *zero_acquire_params(Zero *zero, int unit) {
+    do zero->cursor++;
+    while (zero->cursor < zero->n_uses && !zero->uses[zero->cursor].reads);
+    if (zero->cursor >= zero->n_uses || zero->uses[zero->cursor].unit != unit)
+        die("%s is used out of the order of the pass", zero->layout->units[unit].name);
+    if (!zero->strategy->shard_params) {
+        zero_wait(zero, zero->compute, zero->params_ready[unit]); // after the last update
+        return zero->params + zero->layout->units[unit].offset;
+    }
+    if (!zero_gather(zero, unit)) die("no slot is free for %s", zero->layout->units[unit].name);
+    Slot *slot = &zero->param_slots.slots[zero->param_slot[unit]];
+    zero_wait(zero, zero->compute, slot->ready);
+    for (int i = zero->cursor + 1, ahead = 0; i < zero->n_uses && ahead < zero->options.prefetch; i++)
+        if (zero->uses[i].reads) {
+            zero_gather(zero, zero->uses[i].unit);
+            ahead++;
+        }
+    return (const floatX *)slot->data;
+}
+
+// The compute stream has been given the last operation that reads the unit's parameters in this use. A gathered unit is
+// kept if its next use lies within those that are gathered ahead, or until its backward where that was asked for.
 static inline void zero_release_params(Zero *zero, int unit) {
-    (void)zero;
-    (void)unit;
+    if (!zero->strategy->shard_params) return;
+    zero_record(zero, zero->param_slots.slots[zero->param_slot[unit]].done, zero->compute);
+    int use = zero->cursor; // of this unit: wte is released together with wpe, after it
+    while (zero->uses[use].unit != unit) use--;
+    if (!zero->options.reshard_after_forward && zero->uses[use].read_again) return;
+    for (int i = zero->cursor + 1, ahead = 0; i < zero->n_uses && ahead < zero->options.prefetch; i++)
+        if (zero->uses[i].reads) {
+            if (zero->uses[i].unit == unit) return;
+            ahead++;
+        }
+    slots_give_back(&zero->param_slots, unit, zero->param_slot);
+}
+
+// Zeroes what stands between the tensors of a unit and after them: a slot may hold another unit's gradient there, and
+// padding must take no part in the norm.
+static inline void zero_clear_padding(Zero *zero, const Unit *unit, gradX *grads) {
+    size_t end = 0;
+    for (int t = 0; t <= unit->n_tensors; t++) {
+        const size_t next = t < unit->n_tensors ? unit->tensors[t].offset : unit->size;
+        if (next > end && !zero->comm->planning)
+            cuda_check(cudaMemsetAsync(grads + end, 0, (next - end) * sizeof(gradX), zero->compute));
+        if (t < unit->n_tensors) end = next + unit->tensors[t].size;
+    }
 }
 
 // A full-size buffer for the unit's gradient. *accumulate: 0, the buffer holds nothing yet and must be overwritten;
 // 1, add to it.
 static inline gradX *zero_acquire_grads(Zero *zero, int unit, int *accumulate) {
-    *accumulate = zero->accumulate[unit];
+    if (!zero->strategy->shard_grads) {
+        *accumulate = zero->accumulate[unit];
+        zero->accumulate[unit] = true;
+        return zero->grads + zero->layout->units[unit].offset;
+    }
+    *accumulate = zero->grad_slot[unit] >= 0; // wte's, between the head and the embedding
+    if (*accumulate) return (gradX *)zero->grad_slots.slots[zero->grad_slot[unit]].data;
+    Slot *slot = slots_take(&zero->grad_slots, zero->layout, unit, zero->grad_slot);
+    if (slot == NULL) die("no slot is free for the gradient of %s", zero->layout->units[unit].name);
+    zero_wait(zero, zero->compute, slot->ready); // what it held has been reduced
+    zero_clear_padding(zero, &zero->layout->units[unit], (gradX *)slot->data);
+    return (gradX *)slot->data;
+}
+
+// Reduces the gradient of one micro-batch out of its slot and adds it to this rank's shard.
+static inline void zero_reduce_slot(Zero *zero, int unit, bool last_micro) {
+    Comm *comm = zero->comm;
+    Slot *slot = &zero->grad_slots.slots[zero->grad_slot[unit]];
+    const Held shard = zero_held(zero, &zero->layout->units[unit], true);
+    gradX *sum = zero->grads + shard.at, *full = (gradX *)slot->data, *part = full + shard.first;
+    const bool first_micro = !zero->accumulate[unit];
     zero->accumulate[unit] = true;
-    return zero->grads + zero->layout->units[unit].offset;
+    comm_reduce_scatter(comm, &comm->shard, first_micro ? sum : part, full, shard.count, grad_type());
+    if (!first_micro && !comm->planning) accumulate_gradient(zero->ops, sum, part, shard.count, comm->stream);
+    if (last_micro && comm->replica.size > 1) comm_all_reduce(comm, &comm->replica, sum, shard.count, grad_type());
+    zero_launched(zero, slot->ready);
+    slots_give_back(&zero->grad_slots, unit, zero->grad_slot);
 }
 
-static inline ncclDataType_t gradient_type(void) {
-    return sizeof(gradX) == sizeof(float) ? ncclFloat32 : ncclBfloat16;
-}
-
-// The compute stream has been given the last operation that writes the unit's gradient of a micro-batch; last_micro:
-// it is complete for this step, and is reduced while compute goes on.
+// The compute stream has been given the last operation that writes the unit's gradient of a micro-batch. last_micro: it
+// is complete for this step. Gradients in full are reduced once, when complete; sharded ones with every micro-batch.
 static inline void zero_release_grads(Zero *zero, int unit, bool last_micro) {
     const Unit *table = &zero->layout->units[unit];
-    if (!last_micro || zero->n == 1) return;
-    if (!zero->comm->planning) {
-        cuda_check(cudaEventRecord(zero->grads_written[unit], zero->compute));
-        cuda_check(cudaStreamWaitEvent(zero->comm->stream, zero->grads_written[unit], 0));
+    const bool sharded = zero->strategy->shard_grads;
+    if (!sharded && !last_micro) return;
+    zero_record(zero, zero->grads_written[unit], zero->compute);
+    zero_wait(zero, zero->comm->stream, zero->grads_written[unit]);
+    gradX *full = zero->grads + table->offset;
+    if (sharded) {
+        zero_reduce_slot(zero, unit, last_micro);
+    } else if (zero->strategy->shard_optimizer) {
+        const Held shard = zero_held(zero, table, true);
+        comm_reduce_scatter(zero->comm, &zero->comm->shard, full + shard.first, full, shard.count, grad_type());
+    } else if (zero->comm->data.size > 1) {
+        comm_all_reduce(zero->comm, &zero->comm->data, full, table->size, grad_type());
     }
-    comm_all_reduce(zero->comm, &zero->comm->data, zero->grads + table->offset, table->size, gradient_type());
-    if (zero->comm->planning) return;
-    cuda_check(cudaEventRecord(zero->grads_reduced[unit], zero->comm->stream));
-    if (!zero->overlap) cuda_check(cudaStreamWaitEvent(zero->compute, zero->grads_reduced[unit], 0));
+    if (last_micro) zero_launched(zero, zero->grads_reduced[unit]);
 }
 
-// Sum of squares of this rank's shards of the reduced gradient: units in order, each waited for.
+// ---------------------------------------------------------------------------------------------------------------------
+// The step
+
+// Sum of squares of the part of the reduced gradient that this rank answers for: units in order, each waited for.
 static inline double zero_partial_norm(Zero *zero) {
     double partial = 0;
     for (int u = 0; u < zero->layout->n_units; u++) {
-        const Unit *unit = &zero->layout->units[u];
-        const UnitRange shard = zero_shard(unit, zero->n, zero->rank);
-        if (zero->n > 1) cuda_check(cudaStreamWaitEvent(zero->compute, zero->grads_reduced[u], 0));
-        sum_of_squares(zero->ops, zero->sum_of_squares, zero->grads + unit->offset + shard.first, shard.count, u > 0);
+        const Held own = zero_own(zero, &zero->layout->units[u], zero->strategy->shard_grads);
+        zero_wait(zero, zero->compute, zero->grads_reduced[u]);
+        sum_of_squares(zero->ops, zero->sum_of_squares, zero->grads + own.at, own.count, u > 0);
     }
     cuda_check(cudaMemcpyAsync(&partial, zero->sum_of_squares, sizeof partial, cudaMemcpyDeviceToHost, zero->compute));
     cuda_check(cudaStreamSynchronize(zero->compute));
     return partial;
 }
 
-static inline void zero_update(Zero *zero, const AdamW *hyper) {
+// AdamW on this rank's slice of a unit.
+static inline void zero_update_unit(Zero *zero, const Unit *unit, AdamW *hyper) {
+    const Held slice = zero_held(zero, unit, zero->strategy->shard_optimizer);
+    const Held params = zero_held(zero, unit, zero->strategy->shard_params);
+    const Held grads = zero_held(zero, unit, zero->strategy->shard_grads);
+    floatX *p = zero->params + params.at + (slice.first - params.first);
+    const gradX *g = zero->grads + grads.at + (slice.first - grads.first);
+    const size_t decay = unit->decay_size > slice.first ? unit->decay_size - slice.first : 0;
+    if (zero->master != NULL || sizeof(floatX) == sizeof(float)) {
+        adamw_update(zero->ops, hyper, p, zero->master ? zero->master + slice.at : NULL, zero->m + slice.at,
+                     zero->v + slice.at, g, slice.count, decay);
+        return;
+    }
+    // Stochastic rounding depends on the tensor and the global index, so a piece at a time.
+    PieceCursor cursor = {0, 0};
+    Piece piece;
+    while (unit_next_piece(unit, slice.first, slice.first + slice.count, &cursor, &piece)) {
+        const size_t at = piece.at - slice.first;
+        hyper->round_key = random_key(zero->seed, RANDOM_ROUND, (uint64_t)hyper->step, (uint64_t)piece.tensor->id);
+        hyper->round_first = piece.global;
+        adamw_update(zero->ops, hyper, p + at, NULL, zero->m + slice.at + at, zero->v + slice.at + at, g + at,
+                     piece.count, piece.tensor->matrix ? piece.count : 0);
+    }
+}
+
+// Updates all units and starts gathering what every rank needs in full: the next pass waits for it unit by unit.
+// hyper NULL: for a plan, which computes nothing.
+static inline void zero_update(Zero *zero, AdamW *hyper) {
+    const bool gather = zero->strategy->shard_optimizer && !zero->strategy->shard_params;
     for (int u = 0; u < zero->layout->n_units; u++) {
         const Unit *unit = &zero->layout->units[u];
-        const size_t at = unit->offset;
-        adamw_update(zero->ops, hyper, zero->params + at, zero->master ? zero->master + at : NULL, zero->m + at,
-                     zero->v + at, zero->grads + at, unit->size, unit->decay_size);
+        if (hyper != NULL) zero_update_unit(zero, unit, hyper);
+        zero_record(zero, zero->params_updated[u], zero->compute);
+        if (!gather) continue;
+        const Held shard = zero_held(zero, unit, true);
+        floatX *full = zero->params + unit->offset;
+        zero_wait(zero, zero->comm->stream, zero->params_updated[u]);
+        comm_all_gather(zero->comm, &zero->comm->shard, full, full + shard.first, shard.count, param_type());
+        zero_launched(zero, zero->params_ready[u]);
     }
 }
 
@@ -237,6 +528,7 @@ static inline StepResult zero_step(Zero *zero, AdamW *hyper, double grad_clip, d
     double mine[SCALARS] = {loss_sum, 0, stop ? 1.0 : 0.0};
     if (zero->comm->planning) {
         comm_gather(zero->comm, mine, sizeof mine);
+        zero_update(zero, NULL);
         return result;
     }
     mine[1] = zero_partial_norm(zero);
@@ -257,55 +549,88 @@ static inline StepResult zero_step(Zero *zero, AdamW *hyper, double grad_clip, d
     return result;
 }
 
-// A hash of all parameters (masters where they exist): the sum, modulo 2^64, over all elements of a mix of tensor id,
-// global index and the bits of the fp32 value. A sum does not depend on the order, so neither on how it is sharded:
-// every rank hashes the shards it answers for.
-static inline uint64_t zero_params_hash(Zero *zero) {
-    const size_t most = 1 << 18; // elements at a time
-    floatX *rounded = (floatX *)malloc(most * sizeof(floatX));
-    float *values = (float *)malloc(most * sizeof(float));
+// ---------------------------------------------------------------------------------------------------------------------
+// Hashes
+
+// The sum, modulo 2^64, over elements [first, first + count) of a unit of a mix of tensor id, global index and the bits
+// of the fp32 value. A sum does not depend on the order. The values stand at `at` of the masters, or of the parameters.
+static inline uint64_t zero_hash(const Zero *zero, const Unit *unit, Held range, bool masters) {
+    float *values = (float *)zero_table(ZERO_CHUNK, sizeof(float));
+    floatX *rounded = (floatX *)zero_table(ZERO_CHUNK, sizeof(floatX));
     uint64_t hash = 0;
-    if (rounded == NULL || values == NULL) die("no room to hash parameters");
-    cuda_check(cudaStreamSynchronize(zero->compute));
-    for (int u = 0; u < zero->layout->n_units; u++) {
-        const Unit *unit = &zero->layout->units[u];
-        const UnitRange shard = zero_shard(unit, zero->n, zero->rank);
-        for (int t = 0; t < unit->n_tensors; t++) {
-            const Tensor *tensor = &unit->tensors[t];
-            const uint64_t key = random_mix((uint64_t)tensor->id + 1);
-            TensorRun run;
-            for (size_t r = 0; tensor_run(tensor, r, &run); r++) {
-                // The part of the run that lies in the shard.
-                const size_t begin = tensor->offset + run.local, end = begin + run.count;
-                size_t at = begin > shard.first ? begin : shard.first;
-                const size_t stop = end < shard.first + shard.count ? end : shard.first + shard.count;
-                while (at < stop) {
-                    const size_t count = stop - at < most ? stop - at : most;
-                    if (zero->master != NULL) {
-                        cuda_check(cudaMemcpy(values, zero->master + unit->offset + at, count * sizeof(float),
-                                              cudaMemcpyDeviceToHost));
-                    } else {
-                        cuda_check(cudaMemcpy(rounded, zero->params + unit->offset + at, count * sizeof(floatX),
-                                              cudaMemcpyDeviceToHost));
-                        for (size_t i = 0; i < count; i++) values[i] = floatX_to_float(rounded[i]);
-                    }
-                    const size_t global = run.global + (at - begin);
-                    for (size_t i = 0; i < count; i++) {
-                        uint32_t bits;
-                        memcpy(&bits, &values[i], sizeof bits);
-                        hash += random_mix(random_mix(key ^ (global + i)) + bits);
-                    }
-                    at += count;
-                }
+    PieceCursor cursor = {0, 0};
+    Piece piece;
+    while (unit_next_piece(unit, range.first, range.first + range.count, &cursor, &piece)) {
+        const uint64_t key = random_mix((uint64_t)piece.tensor->id + 1);
+        for (size_t done = 0; done < piece.count; done += ZERO_CHUNK) {
+            const size_t left = piece.count - done, count = left < (size_t)ZERO_CHUNK ? left : (size_t)ZERO_CHUNK;
+            const size_t at = range.at + (piece.at + done - range.first);
+            if (masters) {
+                cuda_check(cudaMemcpy(values, zero->master + at, count * sizeof(float), cudaMemcpyDeviceToHost));
+            } else {
+                cuda_check(cudaMemcpy(rounded, zero->params + at, count * sizeof(floatX), cudaMemcpyDeviceToHost));
+                for (size_t i = 0; i < count; i++) values[i] = floatX_to_float(rounded[i]);
+            }
+            for (size_t i = 0; i < count; i++) {
+                uint32_t bits;
+                memcpy(&bits, &values[i], sizeof bits);
+                hash += random_mix(random_mix(key ^ (piece.global + done + i)) + bits);
             }
         }
+    }
+    free(values);
+    free(rounded);
+    return hash;
+}
+
+// A hash of all parameters of the model (masters where they exist), however they are sharded: every rank hashes the
+// part that it answers for.
+static inline uint64_t zero_params_hash(Zero *zero) {
+    const bool masters = zero->master != NULL;
+    const bool sharded = masters ? zero->strategy->shard_optimizer : zero->strategy->shard_params;
+    cuda_check(cudaStreamSynchronize(zero->compute));
+    cuda_check(cudaStreamSynchronize(zero->comm->stream));
+    uint64_t hash = 0;
+    for (int u = 0; u < zero->layout->n_units; u++) {
+        const Unit *unit = &zero->layout->units[u];
+        hash += zero_hash(zero, unit, zero_own(zero, unit, sharded), masters);
     }
     const uint64_t *all = (const uint64_t *)comm_gather(zero->comm, &hash, sizeof hash);
     hash = 0;
     for (int r = 0; r < zero->comm->world_size; r++) hash += all[r];
-    free(rounded);
-    free(values);
     return hash;
+}
+
+// Checks what must be the same on several ranks: parameters that are held more than once, the count of updates, and the
+// sequence of collectives so far. All ranks learn the first difference and end together.
+static inline void zero_check_replicas(Zero *zero, int64_t step) {
+    Comm *comm = zero->comm;
+    const Group *shard = &comm->shard;
+    const bool sharded = zero->strategy->shard_params;
+    cuda_check(cudaStreamSynchronize(zero->compute));
+    cuda_check(cudaStreamSynchronize(comm->stream));
+    const uint64_t counters[2] = {(uint64_t)zero->updates, comm->sequence};
+    const uint64_t *all = (const uint64_t *)comm_gather(comm, counters, sizeof counters);
+    for (int r = 1; r < comm->world_size; r++)
+        for (int i = 0; i < 2; i++)
+            if (all[2 * r + i] != all[i])
+                comm_die_together(comm, EXIT_RUN,
+                                  "check_replicas: after step %lld rank %d differs from rank 0 in %s: %llx, not %llx",
+                                  (long long)step, r, i == 0 ? "the number of updates" : "its sequence of collectives",
+                                  (unsigned long long)all[2 * r + i], (unsigned long long)all[i]);
+    for (int u = 0; u < zero->layout->n_units; u++) {
+        const Unit *unit = &zero->layout->units[u];
+        const uint64_t hash = zero_hash(zero, unit, zero_held(zero, unit, sharded), false);
+        const uint64_t *hashes = (const uint64_t *)comm_gather(comm, &hash, sizeof hash);
+        for (int r = 0; r < comm->world_size; r++) {
+            const int first = sharded ? r % shard->size : 0; // the first rank that holds the same
+            if (hashes[r] != hashes[first])
+                comm_die_together(
+                    comm, EXIT_RUN,
+                    "check_replicas: after step %lld rank %d differs from rank %d in the parameters of %s",
+                    (long long)step, r, first, unit->name);
+        }
+    }
 }
 
 #endif

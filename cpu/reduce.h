@@ -110,4 +110,24 @@ OP void sum_of_squares(Ops *ops, double *sum, const gradX *x, size_t n, int accu
     vector_sum_finish(sum, partial, blocks, accumulate);
 }
 
+typedef struct {
+    gradX *sum;
+    const gradX *x;
+    size_t n;
+} AccumulateArguments;
+
+static inline cudaError_t accumulate_run(void *arguments) {
+    const AccumulateArguments *a = (const AccumulateArguments *)arguments;
+#pragma omp simd
+    for (size_t i = 0; i < a->n; i++) a->sum[i] = gradX_from(gradX_to_float(a->sum[i]) + gradX_to_float(a->x[i]));
+    return cudaSuccess;
+}
+
+// In one thread: it runs beside the computation, whose threads have the cores.
+OP void accumulate_gradient(Ops *ops, gradX *sum, const gradX *x, size_t n, cudaStream_t stream) {
+    (void)ops;
+    AccumulateArguments arguments = {sum, x, n};
+    cuda_check(cpu_stream_run(stream, accumulate_run, &arguments, sizeof arguments));
+}
+
 #endif

@@ -28,7 +28,7 @@ static bool read_run(int ranks, const char *json, const char *const *flags) {
     for (; flags != NULL && *flags != NULL; flags++) argv[argc++] = (char *)*flags;
     memset(&config, 0xFF, sizeof config);
     memset(&error, 0, sizeof error);
-    return config_read(&config, argc, argv, &error) && (ranks == 0 || config_check(&config, ranks, &error));
+    return config_read(&config, argc, argv, &error) && (ranks == 0 || config_check(&config, ranks, ranks, &error));
 }
 
 #define FLAGS(...) ((const char *const[]){__VA_ARGS__, NULL})
@@ -260,7 +260,7 @@ static void test_cross_checks(void **state) {
             "--decay-steps (|1901|1900|steps 2000|warmup_steps 100");
     refused(1, NULL, FLAGS(DATA, "--precision", "fp32", "--gradient-dtype", "bf16"),
             "--gradient-dtype (|bf16|precision");
-    refused(1, NULL, FLAGS(DATA, "--master-weights", "false"), "--master-weights (|false|not built yet|true");
+    accepted(1, NULL, FLAGS(DATA, "--master-weights", "false"));
     refused(4, NULL, FLAGS(DATA, "--nproc", "2"), "--nproc: 2|one of 4 ranks");
     accepted(1, NULL, FLAGS(DATA, "--master-weights", "false", "--precision", "fp32"));
 
@@ -282,23 +282,33 @@ static void test_cross_checks(void **state) {
     assert_string_equal(config.precision, "bf16");
 }
 
+static void test_sharding(void **state) {
+    (void)state;
+    accepted(4, NULL, FLAGS(DATA, "--strategy", "fsdp", "--shard-group", "2"));
+    assert_string_equal(config.strategy, "zero3");
+    assert_int_equal(config.shard_ranks, 2);
+    accepted(6, NULL, FLAGS(DATA, "--strategy", "zero3"));
+    assert_int_equal(config.shard_ranks, 6);
+    accepted(6, NULL, FLAGS(DATA, "--strategy", "zero3", "--shard-group=node")); // the tests' node has all ranks
+    assert_int_equal(config.shard_ranks, 6);
+    accepted(4, "{\"parallel\": {\"strategy\": \"zero3\", \"shard_group\": \"node\"}}", FLAGS(DATA));
+    accepted(4, NULL, FLAGS(DATA, "--strategy", "zero2", "--shard-group", "4"));
+    refused(6, NULL, FLAGS(DATA, "--strategy", "zero3", "--shard-group", "4"), "--shard-group|4|6|1, 2, 3, 6");
+    refused(4, NULL, FLAGS(DATA, "--strategy", "zero1", "--shard-group", "2"), "--shard-group|2|only zero3|zero1");
+    refused(4, NULL, FLAGS(DATA, "--strategy", "zero3", "--shard-group", "rack"), "--shard-group|rack|or node");
+    refused(4, NULL, FLAGS(DATA, "--strategy", "zero3", "--shard-group", "-1"), "--shard-group|-1|out of range");
+}
+
 static void test_not_built(void **state) {
     (void)state;
-    refused(1, NULL, FLAGS(DATA, "--strategy", "fsdp"), "--strategy: zero3 is not built yet|ddp");
-    refused(1, "{\"parallel\": {\"strategy\": \"zero2\"}}", FLAGS(DATA),
-            "parallel.strategy: zero2 is not built yet|ddp");
+    refused(1, NULL, FLAGS(DATA, "--strategy", "tp"), "--strategy: tp is not built yet|ddp");
+    refused(1, "{\"parallel\": {\"strategy\": \"tp\"}}", FLAGS(DATA), "parallel.strategy: tp is not built yet|zero3");
     static const char *const flags[][3] = {
-        {"--shard-group", "2", "only 0"},
-        {"--tensor-parallel", "2", "only 1"},
-        {"--pipeline-parallel", "2", "only 1"},
-        {"--pipeline-chunks", "2", "only 1"},
-        {"--sequence-parallel", "true", "false"},
-        {"--recompute", "block", "only none"},
-        {"--offload", "optimizer", "only none"},
-        {"--checkpoint-every", "5", "only 0"},
-        {"--resume", "auto", "only never"},
-        {"--init-from", "w", "only none"},
-        {"--checkpoint-major-every", "5", "only 0"},
+        {"--tensor-parallel", "2", "only 1"},       {"--pipeline-parallel", "2", "only 1"},
+        {"--pipeline-chunks", "2", "only 1"},       {"--sequence-parallel", "true", "false"},
+        {"--recompute", "block", "only none|full"}, {"--offload", "optimizer", "only none"},
+        {"--checkpoint-every", "5", "only 0"},      {"--resume", "auto", "only never"},
+        {"--init-from", "w", "only none"},          {"--checkpoint-major-every", "5", "only 0"},
     };
     for (size_t i = 0; i < sizeof flags / sizeof flags[0]; i++) {
         char parts[128];
@@ -331,7 +341,7 @@ static void test_round_trip(void **state) {
         config.sources[CONFIG_min_learning_rate] = FROM_FLAG;
         config.micro_batch = 1 + (int64_t)(round % 5);
         config.tokens_per_step = config.micro_batch * 64 * 6;
-        if (!config_check(&config, 1 + (int)(round % 3), &error)) fail_msg("%s", error.text);
+        if (!config_check(&config, 1 + (int)(round % 3), 1, &error)) fail_msg("%s", error.text);
         if (!config_write(&config, resolved, &error)) fail_msg("%s", error.text);
         written = config;
         accepted(1 + (int)(round % 3), NULL, FLAGS(resolved));
@@ -350,8 +360,8 @@ static void test_round_trip(void **state) {
     for (int i = 0; i < CONFIG_COUNT; i++)
         assert_non_null(cJSON_GetObjectItem(cJSON_GetObjectItem(root, table.options[i].section), table.options[i].key));
     cJSON_Delete(root);
-    assert_false(config_write(&config, "/nonexistent/config.json", &error));
-    assert_non_null(strstr(error.text, "/nonexistent/config.json: cannot be written: No such file"));
+    assert_false(config_write(&config, "/dev/null/config.json", &error));
+    assert_non_null(strstr(error.text, "/dev/null/config.json: cannot be written: Not a directory"));
 }
 
 static void test_keys_are_unique(void **state) {
@@ -439,12 +449,13 @@ static int tear_down(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_defaults),     cmocka_unit_test(test_presets),
-        cmocka_unit_test(test_precedence),   cmocka_unit_test(test_bad_values_in_files),
-        cmocka_unit_test(test_bad_files),    cmocka_unit_test(test_bad_flags),
-        cmocka_unit_test(test_cross_checks), cmocka_unit_test(test_not_built),
-        cmocka_unit_test(test_round_trip),   cmocka_unit_test(test_keys_are_unique),
-        cmocka_unit_test(test_help),         cmocka_unit_test(test_learning_rate),
+        cmocka_unit_test(test_defaults),        cmocka_unit_test(test_presets),
+        cmocka_unit_test(test_precedence),      cmocka_unit_test(test_bad_values_in_files),
+        cmocka_unit_test(test_bad_files),       cmocka_unit_test(test_bad_flags),
+        cmocka_unit_test(test_cross_checks),    cmocka_unit_test(test_sharding),
+        cmocka_unit_test(test_not_built),       cmocka_unit_test(test_round_trip),
+        cmocka_unit_test(test_keys_are_unique), cmocka_unit_test(test_help),
+        cmocka_unit_test(test_learning_rate),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

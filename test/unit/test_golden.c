@@ -53,12 +53,15 @@ static void run_open(Run *run, const Golden *golden) {
     cuda_check(cudaStreamCreate(&compute));
     cuda_check(cudaStreamCreateWithFlags(&communication, cudaStreamNonBlocking));
     layout_init(&run->layout, &shape, &cut);
-    comm_init(&run->comm, &run->memory, 0, 1, 60, communication);
+    comm_init(&run->comm, &run->memory, 0, 1, 1, 60, communication);
     const int rows = golden->B * golden->T;
     const OpsShape largest = {golden->B, golden->T, golden->C, golden->NH, golden->V, run->layout.padded_vocab, rows};
     ops_init(&run->ops, &run->memory, &largest, compute);
-    zero_init(&run->zero, &run->memory, &run->layout, strategy_find("ddp"), &run->comm, &run->ops, compute, true);
-    gpt_init(&run->model, &run->memory, &run->layout, &run->ops, &run->zero, golden->B, golden->T, 1, 0, 1);
+    const ZeroOptions sharding = {1, true, true, true};
+    zero_init(&run->zero, &run->memory, &run->layout, strategy_find("ddp"), &sharding, &run->comm, &run->ops, compute,
+              1);
+    const GPTOptions options = {golden->B, golden->T, 1, 1, 0, false, 1};
+    gpt_init(&run->model, &run->memory, &run->layout, &run->ops, &run->zero, &options);
     // Whatever is read before it is written must show: all ones are NaN in every floating-point type.
     cuda_check(cudaMemset(run->model.arena, 0xFF, run->model.arena_bytes));
 }
@@ -194,8 +197,8 @@ static void test_file(void **state) {
                        .epsilon = golden.epsilon,
                        .weight_decay = golden.weight_decay,
                        .step = step + 1};
-        zero_begin_step(&run.zero);
-        gpt_micro_batch(&run.model, &batch, true);
+        gpt_begin_step(&run.model);
+        gpt_micro_batch(&run.model, &batch);
         const double loss_sum = gpt_loss(&run.model);
         if (step == 0) failures += check_gradients(&run, &golden);
         const StepResult result = zero_step(&run.zero, &hyper, (double)golden.grad_clip, loss_sum, false);
