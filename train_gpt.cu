@@ -302,7 +302,7 @@ int main(int argc, char **argv) {
     }
     Error error = {""};
     static Config config;
-    const Place place = place_from_environment(&error);
+    Place place = place_from_environment(&error);
     if (error.text[0] != '\0' || !config_read(&config, argc, argv, &error)) die_input(&error);
     if (config.help) {
         config_help(stdout);
@@ -310,7 +310,12 @@ int main(int argc, char **argv) {
     }
     int world_size = place.launched ? place.world_size : (int)config.nproc;
     if (config.plan && config.world_size > 0) world_size = (int)config.world_size;
-    const int node_ranks = config.plan ? 8 : place.launched ? place.local_size : world_size; // a plan's machines have 8
+    // Those of a machine: a plan for --world-size ranks is for machines of 8.
+    const bool elsewhere = config.plan && config.world_size > 0;
+    const int node_ranks = elsewhere        ? (world_size < 8 ? world_size : 8)
+                           : place.launched ? place.local_size
+                                            : world_size;
+    if (config.plan) place.local_size = node_ranks; // which share the cores, as in the run: scratch is per thread
     if (!config_check(&config, world_size, node_ranks, &error)) die_input(&error);
     if (!config.plan && !check_inputs(&config, &error)) die_input(&error);
     if (!config.plan && !place.launched && world_size > 1) return launch_ranks(world_size, argv);
