@@ -190,7 +190,8 @@ def case_name(config, case):
 
 
 def reproduce_case(config, case, arguments, work):
-    """Plans, and runs where that is asked for and fits; prints; returns the differences."""
+    """Plans, and runs where that is asked for and fits; prints; returns the differences, and by strategy what was
+    planned and measured."""
     name, ranks, problems, notes, results, rates = case_name(config, case), case["world_size"], [], [], {}, {}
     for strategy, expected in case["expected"].items():
         where = f"{name}, {strategy}"
@@ -214,7 +215,6 @@ def reproduce_case(config, case, arguments, work):
     ran = f"{arguments.steps or case['run']['steps']} steps" if rates else "planned only"
     print(f"\n{name}: {ran}")
     print_case(case["expected"], results)
-    print("")
     for note in notes:
         print(f"  {note}")
     for strategy, rate in rates.items():
@@ -224,7 +224,7 @@ def reproduce_case(config, case, arguments, work):
         ratio = f"this machine: {rate / published['tokens_per_second']:.3g} of it" if rate else "not run here"
         print(f"  {published['strategy']}: {published['tokens_per_second']} tokens/s published, {published['machine']} "
               f"({published['source']}); {ratio}")
-    return problems
+    return problems, results
 
 
 def reproduce_figures(config, figures, work):
@@ -249,8 +249,8 @@ def reproduce_figures(config, figures, work):
 
 
 def reproduce(arguments):
-    configs = arguments.configs or sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").glob("*.json"))
-    problems, cases = [], 0
+    configs = arguments.configs or sorted(os.path.relpath(path) for path in (ROOT / "configs").glob("*.json"))
+    problems, lines = [], []
     for config in configs:
         published = json.loads(pathlib.Path(config).read_text()).get("published", {})
         if not published.get("cases"):
@@ -263,14 +263,16 @@ def reproduce(arguments):
             if published.get("figures"):
                 problems += reproduce_figures(config, published["figures"], pathlib.Path(work))
             for case in published["cases"]:
-                cases += 1
-                problems += reproduce_case(config, case, arguments, pathlib.Path(work))
+                found, results = reproduce_case(config, case, arguments, pathlib.Path(work))
+                problems += found
+                lines += results.values()
                 sys.stdout.flush()
     print("\n* peak without the device's workspace, which depends on the device and its threads.")
     for problem in problems:
-        print(f"DIFFERS: {problem}")
-    print(f"{cases} cases: " + ("every byte and every collective as published" if not problems else
-                                f"{len(problems)} differences"))
+        print(f"NOT REPRODUCED: {problem}")
+    ran = sum(len(one) > 1 for one in lines)
+    print(f"{ran} strategies run, {len(lines) - ran} only planned: " +
+          (f"{len(problems)} differences" if problems else "every byte and every collective is as published"))
     return 1 if problems else 0
 
 
@@ -290,7 +292,7 @@ def volume(source, ranks, group, size_bytes):
 
 
 def ladder(arguments):
-    config = (arguments.configs or ["configs/ladder.json"])[0]
+    config = (arguments.configs or [os.path.relpath(ROOT / "configs/ladder.json")])[0]
     text = json.loads(pathlib.Path(config).read_text())
     ranks = text["run"].get("nproc", 1)
     if ranks < 2:
@@ -330,7 +332,7 @@ def ladder(arguments):
     if len(set(hashes.values())) != 1:
         problems.append(f"the strategies end with different parameters: {hashes}")
     for problem in problems:
-        print(f"DIFFERS: {problem}")
+        print(f"NOT AS PLANNED: {problem}")
     if not problems:
         print("All strategies end with the same parameters, to the bit; every byte and every collective is as planned.")
     return 1 if problems else 0
