@@ -3,6 +3,7 @@
 #   make                    the program, for DEVICE=cpu (gcc, OpenMP, oneDNN, MPI) or cuda (nvcc, cuBLASLt, NCCL)
 #   make test               build and run all tests (scripts/test.sh installs what they need first)
 #   make unit               build the unit tests into build/DEVICE/test/
+#   make delayed            build/DEVICE/delayed/train_gpt, for tests: streams pause at random (cpu/stream.h)
 #   make bench              time the program
 #   make clean
 #
@@ -66,6 +67,20 @@ $(PRECISIONS:%=$(BUILD)/train_%.o): $(BUILD)/train_%.o: train_gpt.cu Makefile | 
 $(BUILD)/test:
 	@mkdir -p $@
 
+# For tests: the program with streams that pause at random, from the seed in TRAIN_GPT_STREAM_DELAY.
+DELAYED := $(PRECISIONS:%=$(BUILD)/delayed/train_%.o)
+
+delayed: $(BUILD)/delayed/train_gpt
+
+$(BUILD)/delayed/train_gpt: $(BUILD)/main.o $(DELAYED)
+	$(LINK) -o $@ $^ $(LIBRARIES)
+
+$(DELAYED): $(BUILD)/delayed/train_%.o: train_gpt.cu Makefile | $(BUILD)/delayed
+	$(COMPILE) $(DEFINE_$*) -DTRAIN_GPT_STREAM_DELAY -c -o $@ $<
+
+$(BUILD)/delayed:
+	@mkdir -p $@
+
 # Unit tests, with cmocka. test/unit/test_NAME.c is built once; those in PER_PRECISION once for each precision.
 PER_PRECISION := $(wildcard test/unit/test_ops*.c test/unit/test_gpt*.c test/unit/test_golden*.c)
 ONCE := $(filter-out $(PER_PRECISION),$(wildcard test/unit/test_*.c))
@@ -95,6 +110,6 @@ bench:
 clean:
 	rm -rf build train_gpt
 
-.PHONY: unit test bench clean
+.PHONY: delayed unit test bench clean
 .DELETE_ON_ERROR:
--include $(wildcard $(BUILD)/*.d $(BUILD)/test/*.d)
+-include $(wildcard $(BUILD)/*.d $(BUILD)/delayed/*.d $(BUILD)/test/*.d)

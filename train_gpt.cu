@@ -309,12 +309,11 @@ int main(int argc, char **argv) {
         return 0;
     }
     int world_size = place.launched ? place.world_size : (int)config.nproc;
-    if (config.plan && config.world_size > 0) world_size = (int)config.world_size;
-    // Those of a machine: a plan for --world-size ranks is for machines of 8.
-    const bool elsewhere = config.plan && config.world_size > 0;
-    const int node_ranks = elsewhere        ? (world_size < 8 ? world_size : 8)
-                           : place.launched ? place.local_size
-                                            : world_size;
+    int node_ranks = place.launched ? place.local_size : world_size;
+    if (config.plan && config.world_size > 0) { // ranks elsewhere, on machines of 8
+        world_size = (int)config.world_size;
+        node_ranks = world_size < 8 ? world_size : 8;
+    }
     if (config.plan) place.local_size = node_ranks; // which share the cores, as in the run: scratch is per thread
     if (!config_check(&config, world_size, node_ranks, &error)) die_input(&error);
     if (!config.plan && !check_inputs(&config, &error)) die_input(&error);
