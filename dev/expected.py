@@ -4,8 +4,8 @@
     python3 dev/expected.py configs/*.json            compares each file's published.cases; exit status 1: some differ
     python3 dev/expected.py --write configs/*.json    writes them
 
-This is a second derivation, on purpose: it shares nothing with the program (layout.h, zero.h, plan.h), so that a slip in
-either shows as a difference. Sizes are in elements where they are not called bytes. Only the standard library is used.
+This is a second derivation, on purpose: it shares nothing with the program (layout.h, zero.h, plan.h), so that a slip
+in either shows as a difference. Sizes are in elements where they are not called bytes. Only the standard library is used.
 """
 import json
 import pathlib
@@ -69,8 +69,8 @@ def parameters(run):
 
 
 def units(run):
-    """Padded sizes, in order: wte, wpe, the blocks, the final layer norm. Every tensor starts on 64 elements, every unit
-    is a multiple of 64 per rank."""
+    """Padded sizes, in order: wte, wpe, the blocks, the final layer norm. Every tensor starts on 64 elements, every
+    unit is a multiple of 64 per rank."""
     C = run.n_embd
     block = [3 * C * C, C * C, 4 * C * C, 4 * C * C]  # query/key/value, projection, MLP in and out
     block += [C, C, 3 * C, C, C, C, 4 * C, C]  # layer norm 1, biases of attention, layer norm 2, biases of the MLP
@@ -79,8 +79,8 @@ def units(run):
 
 
 def activation_bytes(run):
-    """What a GPT-2 step keeps: inputs of the blocks; per block the layer norms' outputs and statistics, q/k/v, attention's
-    output and log-sum-exp, the middle residual, and both sides of GELU: 15 C a token; then the head, and the gradients
+    """What a GPT-2 step keeps: inputs of the blocks; per block the layer norms' outputs and statistics, q/k/v,
+    attention's output and log-sum-exp, the middle residual, and both sides of GELU: 15 C a token; then the head, and the gradients
     that flow. Each buffer starts on 256 bytes."""
     rows, C, x = run.rows, run.n_embd, run.param_bytes
     n = rows * C * x

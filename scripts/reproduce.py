@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The work of reproduce.sh and ladder.sh: plans and runs configurations, and lays what came out beside what they publish.
+"""The work of reproduce.sh and ladder.sh: plans and runs configurations, lays the outcome beside what they publish.
 
     reproduce.py reproduce [--plan-only] [--steps N] [CONFIG...]
     reproduce.py ladder    [--steps N] [CONFIG]
@@ -110,7 +110,7 @@ def english(work):
 
 
 def token_shard(work, vocabulary, count=1 << 20):
-    """A shard of 16-bit tokens drawn at random, as llm.c writes them: neither bytes nor collectives depend on the text."""
+    """Random 16-bit tokens in a shard, as llm.c writes them: bytes and collectives do not depend on the text."""
     path = work / f"tokens_{vocabulary}.bin"
     if not path.exists():
         tokens = array.array("H", random.Random(7).choices(range(vocabulary), k=count))
@@ -204,7 +204,8 @@ def reproduce_case(config, case, arguments, work):
             if "run" not in case or arguments.plan_only:
                 continue
             if need > have:
-                notes.append(f"{strategy}: not run: {ranks} ranks take {need / 1e9:.1f} GB, {have / 1e9:.1f} GB are free")
+                notes.append(f"{strategy}: not run: {ranks} ranks take {need / 1e9:.1f} GB, "
+                             f"{have / 1e9:.1f} GB are free")
                 continue
             summary = run(config, options, ranks, arguments.steps or case["run"]["steps"], work)
             results[strategy].append(("measured", counted(summary)))
@@ -303,10 +304,10 @@ def ladder(arguments):
     problems, hashes = [], {}
     print(f"{config}: {ranks} ranks, {steps} steps, {cpu()}\n")
     print(f"{'':18s} {'model state':>21s} {'bytes a':>17s} {'buffers':>9s} {'peak':>9s} {'sent, in S':>21s}\n"
-          f"{'strategy':18s} {'MB a rank':>21s} {'padded parameter':>17s} {'MB':>9s} {'MB':>9s} {'':>21s} {'tokens/s':>9s} "
-          f"{'loss':>9s}  parameters' hash\n"
-          f"{'':18s} {'measured':>10s} {'planned':>10s} {'measured':>8s} {'planned':>8s} {'measured':>9s} {'measured':>9s}"
-          f" {'measured':>10s} {'planned':>10s}")
+          f"{'strategy':18s} {'MB a rank':>21s} {'padded parameter':>17s} {'MB':>9s} {'MB':>9s} {'':>21s} "
+          f"{'tokens/s':>9s} {'loss':>9s}  parameters' hash\n"
+          f"{'':18s} {'measured':>10s} {'planned':>10s} {'measured':>8s} {'planned':>8s} {'measured':>9s} "
+          f"{'measured':>9s} {'measured':>10s} {'planned':>10s}")
     with tempfile.TemporaryDirectory() as folder:
         work = pathlib.Path(folder)
         for strategy, group in rungs:
@@ -320,15 +321,16 @@ def ladder(arguments):
             state = [one["memory_bytes"]["model_state"] for one in (measured, planned)]
             sent = [volume(one, ranks, group or ranks, size) for one in (measured, planned)]
             sent = [f"{inside:.4f}" + (f"+{across:.2f}" if across else "") for inside, across in sent]
-            print(f"{name:18s} {state[0] / 1e6:10.3f} {state[1] / 1e6:10.3f} {state[0] / padded:8.4f} {state[1] / padded:8.4f} "
-                  f"{measured['memory_bytes']['communication'] / 1e6:9.3f} {measured['memory_bytes']['peak'] / 1e6:9.3f} "
-                  f"{sent[0]:>10s} {sent[1]:>10s} {summary['tokens_per_second']:9.0f} {summary['final_train_loss']:9.6f}  "
-                  f"{summary['params_hash']}", flush=True)
+            buffers, peak = (measured["memory_bytes"][key] / 1e6 for key in ("communication", "peak"))
+            print(f"{name:18s} {state[0] / 1e6:10.3f} {state[1] / 1e6:10.3f} {state[0] / padded:8.4f} "
+                  f"{state[1] / padded:8.4f} {buffers:9.3f} {peak:9.3f} {sent[0]:>10s} {sent[1]:>10s} "
+                  f"{summary['tokens_per_second']:9.0f} {summary['final_train_loss']:9.6f}  {summary['params_hash']}",
+                  flush=True)
             problems += differences(f"{name}, measured against planned", planned, measured)
             if not group:
                 hashes[strategy] = summary["params_hash"]
-    print(f"\n{padded} padded parameters; S = {size / 1e6:.3f} MB, their size in {summary['precision']}. Sent: a ring sends (N-1)/N of "
-          "what is shown.\nIn groups: inside them + across them; the order of summation differs, and so does the hash.")
+    print(f"\n{padded} padded parameters; S = {size / 1e6:.3f} MB, their size in {summary['precision']}. "
+          "Sent: a ring sends (N-1)/N of what is shown.\nIn groups: inside them + across them; the order of summation differs, and so may the hash.")
     if len(set(hashes.values())) != 1:
         problems.append(f"the strategies end with different parameters: {hashes}")
     for problem in problems:
@@ -348,7 +350,8 @@ def main():
     try:
         return reproduce(arguments) if arguments.command == "reproduce" else ladder(arguments)
     except (Failure, OSError, ValueError, KeyError) as error:
-        print(f"reproduce: error: {type(error).__name__}: {error}", file=sys.stderr)
+        what = f"there is no key {error}" if isinstance(error, KeyError) else error
+        print(f"{arguments.command}.sh: error: {what}", file=sys.stderr)
         return 2
 
 

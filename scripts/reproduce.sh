@@ -8,6 +8,7 @@ if [[ " $* " == *" -h "* || " $* " == *" --help "* ]]; then
   sed -n '2,5s/^#//p' "$0"
   exit
 fi
+command -v python3 >/dev/null || { echo "python3 is needed" >&2; exit 2; }
 root=$(cd "$(dirname "$0")/.." && pwd)
 make -s -C "$root" -j"$(nproc)" train_gpt
 exec python3 "$root/scripts/reproduce.py" reproduce "$@"

@@ -19,8 +19,8 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "send", "recv", "scalars"
 
 
 def script(name, *arguments, timeout=300):
-    return subprocess.run(["bash", str(ROOT / "scripts" / name), *map(str, arguments)], env=environment(), timeout=timeout,
-                          stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return subprocess.run(["bash", str(ROOT / "scripts" / name), *map(str, arguments)], env=environment(),
+                          timeout=timeout, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 
 def planned(config, tmp_path, ranks, flags):
@@ -149,15 +149,16 @@ def test_reproduce_names_a_wrong_byte_and_a_wrong_collective(tmp_path, plan_only
     found = [line for line in process.stdout.splitlines() if line.startswith("NOT REPRODUCED")]
     assert len(found) == 4 * (1 if plan_only else 2)  # a byte; calls, payload and bus bytes
     for what in ["planned"] if plan_only else ["planned", "measured"]:
-        assert any(f"zero2, {what}: memory_bytes.gradients: expected 417409 bytes, got 417408" in line for line in found)
-        assert any(f"zero3, {what}: communication_per_step.all_gather.calls: expected 0, got 52" in line for line in found)
+        for message in [f"zero2, {what}: memory_bytes.gradients: expected 417409 bytes, got 417408",
+                        f"zero3, {what}: communication_per_step.all_gather.calls: expected 0, got 52"]:
+            assert any(message in line for line in found), message
     assert f"{len(found)} differences" in process.stdout
 
 
 def test_reproduce_judges_figures_of_others_and_names_runs_that_fail(tmp_path):
     def change(config, published):
-        published["figures"] = [{"what": "zero3.model_state_bytes", "unit": "GB", "value": value, "tolerance": tolerance,
-                                 "world_size": 64, "flags": {"plan_parameters": 7.5e9}, "source": source, "note": ""}
+        published["figures"] = [{"what": "zero3.model_state_bytes", "world_size": 64, "flags": {"plan_parameters": 7.5e9},
+                                 "unit": "GB", "value": value, "tolerance": tolerance, "source": source, "note": ""}
                                 for value, tolerance, source in [(1.88, 0.01, "good"), (1.86, 0.01, "off"),
                                                                  (99, None, "unjudged")]]
         published["cases"] = [published["cases"][1]]
