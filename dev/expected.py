@@ -5,7 +5,8 @@
     python3 dev/expected.py --write configs/*.json    writes them
 
 This is a second derivation, on purpose: it shares nothing with the program (layout.h, zero.h, plan.h), so that a slip
-in either shows as a difference. Sizes are in elements where they are not called bytes. Only the standard library is used.
+in either shows as a difference. Sizes are in elements where they are not called bytes. Only the standard library is
+used.
 """
 import json
 import pathlib
@@ -80,8 +81,8 @@ def units(run):
 
 def activation_bytes(run):
     """What a GPT-2 step keeps: inputs of the blocks; per block the layer norms' outputs and statistics, q/k/v,
-    attention's output and log-sum-exp, the middle residual, and both sides of GELU: 15 C a token; then the head, and the gradients
-    that flow. Each buffer starts on 256 bytes."""
+    attention's output and log-sum-exp, the middle residual, and both sides of GELU: 15 C a token; then the
+    head, and the gradients that flow. Each buffer starts on 256 bytes."""
     rows, C, x = run.rows, run.n_embd, run.param_bytes
     n = rows * C * x
     block = [n, 3 * n, n, n, n, 4 * n, 4 * n] + 4 * [4 * rows] + [4 * rows * run.n_head]

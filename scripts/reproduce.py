@@ -330,7 +330,8 @@ def ladder(arguments):
             if not group:
                 hashes[strategy] = summary["params_hash"]
     print(f"\n{padded} padded parameters; S = {size / 1e6:.3f} MB, their size in {summary['precision']}. "
-          "Sent: a ring sends (N-1)/N of what is shown.\nIn groups: inside them + across them; the order of summation differs, and so may the hash.")
+          "Sent: a ring sends (N-1)/N of what is shown.\n"
+          "In groups: inside them + across them; the order of summation differs, and so may the hash.")
     if len(set(hashes.values())) != 1:
         problems.append(f"the strategies end with different parameters: {hashes}")
     for problem in problems:

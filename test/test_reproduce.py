@@ -157,8 +157,8 @@ def test_reproduce_names_a_wrong_byte_and_a_wrong_collective(tmp_path, plan_only
 
 def test_reproduce_judges_figures_of_others_and_names_runs_that_fail(tmp_path):
     def change(config, published):
-        published["figures"] = [{"what": "zero3.model_state_bytes", "world_size": 64, "flags": {"plan_parameters": 7.5e9},
-                                 "unit": "GB", "value": value, "tolerance": tolerance, "source": source, "note": ""}
+        what = {"what": "zero3.model_state_bytes", "unit": "GB", "world_size": 64, "flags": {"plan_parameters": 7.5e9}}
+        published["figures"] = [{**what, "value": value, "tolerance": tolerance, "source": source, "note": ""}
                                 for value, tolerance, source in [(1.88, 0.01, "good"), (1.86, 0.01, "off"),
                                                                  (99, None, "unjudged")]]
         published["cases"] = [published["cases"][1]]
