@@ -355,9 +355,10 @@ static inline bool config_check_sharding(Config *config, int node_ranks, Error *
 // on are what the run uses.
 static inline bool config_check(Config *config, int world_size, int node_ranks, Error *error) {
     if (strcmp(config->strategy, "fsdp") == 0) snprintf(config->strategy, sizeof config->strategy, "zero3");
-    if (!config_check_built(config, error) || !config_check_model(config, error) ||
-        !config_check_batch(config, world_size, error) || !config_check_schedule(config, error) ||
-        !config_check_numerics(config, error) || !config_check_sharding(config, node_ranks, error))
+    if (!config_check_built(config, error) || !config_check_numerics(config, error)) return false;
+    if (config->plan && config->plan_parameters > 0) return true; // arithmetic alone: neither shape nor batch
+    if (!config_check_model(config, error) || !config_check_batch(config, world_size, error) ||
+        !config_check_schedule(config, error) || !config_check_sharding(config, node_ranks, error))
         return false;
     if (config->plan) return true; // which reads no data
     if (config->train_data[0] == '\0')
