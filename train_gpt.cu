@@ -1,6 +1,8 @@
 // train_gpt.cu: pretrains a GPT. main reads the configuration, checks it and the data, starts ranks where asked, and
 // calls the trainer. The trainer is compiled once per precision: train_fp32, train_bf16, train_bf16_gradfp32.
+#include <fcntl.h>
 #include <malloc.h>
+#include <signal.h>
 #include "config.h"
 #include "dataloader.h"
 #include "error.h"
@@ -22,12 +24,17 @@ static inline bool inputs_open(Inputs *inputs, const Config *config, Error *erro
     inputs->validates = config->val_data[0] != '\0' && config->val_every > 0;
     if (!dataset_open(&inputs->train, config->train_data, error)) return false;
     if (inputs->validates && !dataset_open(&inputs->val, config->val_data, error)) return false;
-    return tokenizer_open(&inputs->tokenizer, config->tokenizer, error);
+    if (!tokenizer_open(&inputs->tokenizer, config->tokenizer, error)) return false;
+    if (config->tokenizer[0] != '\0' && inputs->tokenizer.vocab_size > config->vocab_size)
+        return error_set(error, "%s: has %d tokens, more than the model's vocab_size %lld", config->tokenizer,
+                         inputs->tokenizer.vocab_size, (long long)config->vocab_size);
+    return true;
 }
 
 // Windows of a validation: those of val_steps global batches; 0: all.
 static inline int64_t val_windows(const Config *config) {
-    return config->val_steps * (config->tokens_per_step / config->sequence_length);
+    const int64_t per_step = config->tokens_per_step / config->sequence_length;
+    return config->val_steps > INT64_MAX / per_step ? INT64_MAX : config->val_steps * per_step;
 }
 
 static inline void inputs_close(Inputs *inputs) {
@@ -54,10 +61,22 @@ extern "C"
 #endif
     DECLARE_TRAINER(TRAIN);
 
-// The mean loss over the validation data; the same on all ranks.
-static double evaluate(Trainer *trainer, const Config *config, Validation *validation) {
+// Whether any rank was asked to stop, agreed among all; asked now and then during what takes long.
+static bool stop_agreed(Trainer *trainer) {
+    const char mine = stop_requested() != 0;
+    const char *all = (const char *)comm_gather(&trainer->comm, &mine, 1);
+    bool stop = false;
+    for (int r = 0; r < trainer->comm.world_size; r++) stop = stop || all[r];
+    return stop;
+}
+
+enum { STOP_EVERY = 16 }; // forward passes between questions whether to stop
+
+// The mean loss over the validation data; the same on all ranks. *stopped: given up, because a stop was asked for.
+static double evaluate(Trainer *trainer, const Config *config, Validation *validation, bool *stopped) {
     double sum = 0;
     for (int64_t k = 0; k < validation->batches; k++) {
+        if (k % STOP_EVERY == STOP_EVERY - 1 && (*stopped = stop_agreed(trainer))) return 0;
         MicroBatch batch;
         memset(&batch, 0, sizeof batch);
         Error error = {""};
@@ -75,7 +94,8 @@ static double evaluate(Trainer *trainer, const Config *config, Validation *valid
 }
 
 // Prints a sample of text. Every rank takes part in the forward passes and draws the same tokens; rank 0 prints.
-static void sample(Trainer *trainer, const Config *config, const Tokenizer *tokenizer, int64_t step) {
+// *stopped: it ended early, because a stop was asked for.
+static void sample(Trainer *trainer, const Config *config, const Tokenizer *tokenizer, int64_t step, bool *stopped) {
     const int T = (int)config->sequence_length, V = (int)config->vocab_size;
     const uint64_t key = random_key((uint64_t)config->seed, RANDOM_SAMPLE, (uint64_t)step, 0);
     int *text = (int *)calloc((size_t)(config->sample_tokens + T), sizeof(int)), count = 0;
@@ -85,7 +105,8 @@ static void sample(Trainer *trainer, const Config *config, const Tokenizer *toke
     for (int t = 0; t < T; t++) targets[t] = -1;
     Error error = {""};
     if (!tokenizer_encode_prompt(tokenizer, config->sample_prompt, text, T, &count, &error)) die("%s", error.text);
-    for (int64_t i = 0; i < config->sample_tokens; i++) {
+    for (int64_t i = 0; i < config->sample_tokens && !*stopped; i++) {
+        if (i % STOP_EVERY == STOP_EVERY - 1) *stopped = stop_agreed(trainer);
         // The last T tokens are the context; after them stands padding, which a causal model does not see. Lengths are
         // rounded up so that few shapes occur.
         const int length = count < T ? count : T, first = count - length;
@@ -168,13 +189,14 @@ DECLARE_TRAINER(TRAIN) {
     stop_on_signals();
     for (;; step++) {
         const bool last = step == config->steps;
+        if (stopped) break;
         if (inputs.validates && (last || step % config->val_every == 0)) {
             const double begin = now_seconds();
-            const double loss = evaluate(&trainer, config, &validation);
-            log_validation(&log, step, loss, now_seconds() - begin);
+            const double loss = evaluate(&trainer, config, &validation, &stopped);
+            if (!stopped) log_validation(&log, step, loss, now_seconds() - begin);
         }
-        if (config->sample_every > 0 && (last || (step > 0 && step % config->sample_every == 0)))
-            sample(&trainer, config, &inputs.tokenizer, step);
+        if (config->sample_every > 0 && !stopped && (last || (step > 0 && step % config->sample_every == 0)))
+            sample(&trainer, config, &inputs.tokenizer, step, &stopped);
         if (last || stopped) break;
 
         const double begin = now_seconds();
@@ -198,13 +220,13 @@ DECLARE_TRAINER(TRAIN) {
         hyper.learning_rate = (float)config_learning_rate(config, step);
         const StepResult result =
             zero_step(&trainer.zero, &hyper, config->grad_clip, gpt_loss(&trainer.model), stop_requested());
-        totals.communication = comm_counts_since(&trainer.comm, &before);
+        if (result.updated) totals.communication = comm_counts_since(&trainer.comm, &before); // a skipped step sends less
         log_step(&log, step + 1, &result, result.loss_sum / (double)config->tokens_per_step, hyper.learning_rate,
                  now_seconds() - begin, totals.mfu);
         if (config->check_replicas > 0 && (step + 1) % config->check_replicas == 0)
             zero_check_replicas(&trainer.zero, step + 1);
         bad_steps = result.updated ? 0 : bad_steps + 1;
-        if (bad_steps > config->max_bad_steps)
+        if (bad_steps >= config->max_bad_steps)
             comm_die_together(&trainer.comm, EXIT_RUN,
                               "loss or gradient norm were not finite in %lld steps in a row, up to step %lld: the run "
                               "has diverged. A lower learning_rate or a longer warmup_steps may help; max_bad_steps "
@@ -251,27 +273,33 @@ static void greet(void) {
            "  ./train_gpt --help                                   lists every option, its default and its range\n");
 }
 
-// Checks everything that can be checked before ranks start: data, vocabulary, and every token of the first step.
-static bool check_inputs(const Config *config, Error *error) {
+// Checks everything that can be checked before ranks start: data, vocabulary, prompt, and every token of the first step
+// and of the first batch of validation on every rank.
+static bool check_inputs(const Config *config, int world_size, Error *error) {
     Inputs inputs;
-    Validation validation;
     const int T = (int)config->sequence_length, V = (int)config->vocab_size, B = (int)config->micro_batch;
-    const int *unused;
-    bool ok = inputs_open(&inputs, config, error) &&
-              loader_check_step(&inputs.train, T, config->tokens_per_step / T, (uint64_t)config->seed, V, 0, error);
-    if (ok && inputs.validates) {
-        ok = validation_open(&validation, &inputs.val, T, B, val_windows(config), 0, 1, V, error) &&
-             validation_read(&validation, 0, &unused, &unused, error);
-        if (ok) validation_close(&validation);
+    if (!inputs_open(&inputs, config, error) ||
+        !loader_check_step(&inputs.train, T, config->tokens_per_step / T, (uint64_t)config->seed, V, 0, error))
+        return false;
+    if (inputs.validates) {
+        Validation validation;
+        const int *unused;
+        if (!validation_open(&validation, &inputs.val, T, B, val_windows(config), 0, 1, V, error)) return false;
+        for (int64_t k = 0; k < world_size && k < validation.batches; k++)
+            if (!validation_read(&validation, k, &unused, &unused, error)) return false;
+        validation_close(&validation);
     }
-    if (ok) {
+    if (config->sample_every > 0) {
         int *prompt = (int *)malloc((size_t)T * sizeof(int)), count = 0;
         if (prompt == NULL) die("no room for a prompt");
-        ok = tokenizer_encode_prompt(&inputs.tokenizer, config->sample_prompt, prompt, T, &count, error);
+        if (!tokenizer_encode_prompt(&inputs.tokenizer, config->sample_prompt, prompt, T, &count, error)) return false;
+        for (int i = 0; i < count; i++)
+            if (prompt[i] >= V)
+                return error_set(error, "sample_prompt: token %d is beyond the model's vocab_size %d", prompt[i], V);
         free(prompt);
     }
-    if (ok) inputs_close(&inputs);
-    return ok;
+    inputs_close(&inputs);
+    return true;
 }
 
 // Keeps what is freed in the heap, so that libraries that allocate and free large buffers in every step (oneDNN, MPI)
@@ -293,7 +321,15 @@ static void spin_briefly(char **argv) {
     execv("/proc/self/exe", argv); // if it fails, the program runs as it would have
 }
 
+// Standard streams that were closed would let the next file that is opened take their number, and their text.
+static void open_standard_streams(void) {
+    for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd) _exit(EXIT_RUN);
+}
+
 int main(int argc, char **argv) {
+    open_standard_streams();
+    signal(SIGPIPE, SIG_IGN); // whoever reads the progress may leave: the run goes on
     spin_briefly(argv);
     keep_heap();
     if (argc == 1) {
@@ -316,7 +352,8 @@ int main(int argc, char **argv) {
     }
     if (config.plan) place.local_size = node_ranks; // which share the cores, as in the run: scratch is per thread
     if (!config_check(&config, world_size, node_ranks, &error)) die_input(&error);
-    if (!config.plan && !check_inputs(&config, &error)) die_input(&error);
+    // Other ranks may see other files; what they find is agreed on later.
+    if (!config.plan && place.rank == 0 && !check_inputs(&config, world_size, &error)) die_input(&error);
     if (!config.plan && !place.launched && world_size > 1) return launch_ranks(world_size, argv);
     config.nproc = world_size;
     if (strcmp(config.precision, "fp32") == 0) return train_fp32(&config, &place);

@@ -319,6 +319,15 @@ def test_gradient_accumulation(train, precision, gradients):
         agrees(runs["zero2"], runs["ddp"])
 
 
+def test_steps_that_are_skipped(train):
+    """A step whose loss is not finite changes nothing, under any strategy, and is not what a step is said to send."""
+    flags = dict(BRIEF, precision="fp32", steps=10, learning_rate=1000.0, weight_decay=100.0, grad_clip=0,
+                 warmup_steps=0, max_bad_steps=100)
+    runs = ladder(train, 2, **flags)
+    assert runs["ddp"].losses[0] is not None and runs["ddp"].losses[-1] is None
+    assert all(curve(run) == curve(runs["ddp"]) for run in runs.values())
+
+
 def test_without_master_weights(train):
     """bf16 parameters, updated with stochastic rounding that depends on the element and not on who holds it."""
     flags = dict(BRIEF, precision="bf16", master_weights=False)
@@ -510,12 +519,14 @@ def test_the_plan_is_that_of_the_run(train, tmp_path, options):
 
 
 def test_the_plan_of_a_shard_group(train, tmp_path):
-    flags = dict(SHAPE, precision="bf16", strategy="zero3", shard_group=2)
-    planned, _ = plan(tmp_path, **flags, world_size=4)
-    summary = train(**flags, nproc=4, steps=2).summary
-    assert planned["zero3"]["memory_bytes"] == summary["memory_bytes"]
-    assert planned["ddp"]["memory_bytes"] == train(**dict(SHAPE, precision="bf16", strategy="ddp"), nproc=4,
-                                                   steps=2).summary["memory_bytes"]
+    """Which only zero3 has: the others shard among all ranks."""
+    flags = dict(SHAPE, precision="bf16")
+    planned, _ = plan(tmp_path, **flags, strategy="zero3", shard_group=2, world_size=4)
+    for strategy in STRATEGIES:
+        options = dict(flags, strategy=strategy, **({"shard_group": 2} if strategy == "zero3" else {}))
+        summary = train(**options, nproc=4, steps=2).summary
+        assert planned[strategy]["memory_bytes"] == summary["memory_bytes"], strategy
+        assert planned[strategy]["communication_per_step"] == communication(options, 4), strategy
 
 
 def test_what_fits(tmp_path):
