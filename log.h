@@ -38,19 +38,37 @@ static inline double now_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// Makes a directory and those above it.
-static inline bool make_directories(const char *path, Error *error) {
+// Makes a directory and those above it; *before: how many characters of the path name what was there
+// already.
+static inline bool make_directories(const char *path, size_t *before, Error *error) {
     char part[4096];
     const size_t length = strlen(path);
+    *before = length;
     if (length >= sizeof part) return error_set(error, "log_dir: the path is too long");
     for (size_t i = 1; i <= length; i++) {
         if (path[i] != '/' && path[i] != '\0') continue;
         memcpy(part, path, i);
         part[i] = '\0';
-        if (mkdir(part, 0777) != 0 && errno != EEXIST)
+        if (mkdir(part, 0777) == 0) {
+            if (*before == length) *before = i - 1;
+        } else if (errno != EEXIST) {
             return error_set(error, "log_dir: cannot make the directory %s: %s", part, strerror(errno));
+        }
     }
     return true;
+}
+
+// Removes the directories of a path that make_directories() made, as far as they are empty.
+static inline void remove_directories(const char *path, size_t before) {
+    char part[4096];
+    size_t length = strlen(path);
+    if (length >= sizeof part) return;
+    memcpy(part, path, length + 1);
+    for (; length > before; length--)
+        if (path[length] == '/' || path[length] == '\0') {
+            part[length] = '\0';
+            rmdir(part);
+        }
 }
 
 static inline FILE *log_create(const Log *log, const char *name, Error *error) {
@@ -61,6 +79,24 @@ static inline FILE *log_create(const Log *log, const char *name, Error *error) {
         if (file >= 0) close(file);
     }
     return stream;
+}
+
+// Opens and locks the directory and opens its files. config.json comes last: until then an earlier run's is untouched.
+static inline bool log_open_files(Log *log, Error *error) {
+    const char *directory = log->config->log_dir;
+    log->directory = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (log->directory < 0) return error_set(error, "log_dir: cannot open %s: %s", directory, strerror(errno));
+    if (flock(log->directory, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+        return error_set(error, "log_dir: another run is writing to %s; wait for it, or name another directory",
+                         directory);
+    // Of an earlier run: this one is not finished.
+    if (unlinkat(log->directory, "summary.json", 0) != 0 && errno != ENOENT)
+        return error_set(error, "log_dir: cannot replace %s/summary.json: %s", directory, strerror(errno));
+    log->metrics = log_create(log, "metrics.jsonl", error);
+    if (log->metrics == NULL) return false;
+    char path[OPTION_TEXT_SIZE + 16];
+    snprintf(path, sizeof path, "%s/config.json", directory);
+    return config_write(log->config, path, error);
 }
 
 // Opens the log of a run of `steps` steps; on rank 0 makes and locks the directory, if there is one, and writes
@@ -75,19 +111,14 @@ static inline bool log_open(Log *log, const Config *config, int rank, Error *err
     log->step_ms = (float *)calloc((size_t)config->steps + 1, sizeof(float));
     if (log->step_ms == NULL) return error_set(error, "steps: no room for the times of %lld", (long long)config->steps);
     if (!log->speaks || config->log_dir[0] == '\0') return true;
-    if (!make_directories(config->log_dir, error)) return false;
-    log->directory = open(config->log_dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (log->directory < 0) return error_set(error, "log_dir: cannot open %s: %s", config->log_dir, strerror(errno));
-    if (flock(log->directory, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
-        return error_set(error, "log_dir: another run is writing to %s; wait for it, or name another directory",
-                         config->log_dir);
-    char path[4096 + 16];
-    snprintf(path, sizeof path, "%s/config.json", config->log_dir);
-    if (!config_write(config, path, error)) return false;
-    log->metrics = log_create(log, "metrics.jsonl", error);
-    if (log->metrics == NULL) return false;
-    unlinkat(log->directory, "summary.json", 0); // of an earlier run: this one is not finished
-    return true;
+    size_t before = 0;
+    if (make_directories(config->log_dir, &before, error) && log_open_files(log, error)) return true;
+    if (log->metrics != NULL) {
+        fclose(log->metrics);
+        unlinkat(log->directory, "metrics.jsonl", 0); // still empty
+    }
+    remove_directories(config->log_dir, before);
+    return false;
 }
 
 static inline void log_close(Log *log) {

@@ -82,9 +82,11 @@ static inline const char *option_where(const OptionTable *table, int i, OptionSo
         snprintf(where, 256, "%s (%s)", option_flag(flag, option->key), option->key);
     else if (source == FROM_FLAG)
         snprintf(where, 256, "%s", option_flag(flag, option->key));
-    else if (source == FROM_FILE)
-        snprintf(where, 256, "%.180s: %s.%s", table->file, option->section, option->key);
-    else
+    else if (source == FROM_FILE) { // of a long path the end, which names the file
+        const size_t length = strlen(table->file), shown = 180;
+        snprintf(where, 256, "%s%.180s: %s.%s", length > shown ? "..." : "",
+                 table->file + (length > shown ? length - shown : 0), option->section, option->key);
+    } else
         snprintf(where, 256, "%s.%s", option->section, option->key);
     return where;
 }
@@ -331,8 +333,8 @@ static inline char *options_read_text(const char *path, Error *error) {
             error_set(error, "%s: cannot be read: %s", path, strerror(errno));
         else if (strspn(text, " \t\r\n") == length)
             error_set(error, "%s: is empty, a JSON file is needed", path);
-        else if (strlen(text) != length)
-            error_set(error, "%s: holds a zero byte, a JSON file is needed", path);
+        else if (strlen(text) != length || strstr(text, "\\u0000") != NULL)
+            error_set(error, "%s: holds a zero character, which would end a text early", path);
         fclose(file);
     }
     if (error->text[0] == '\0') return text;

@@ -33,6 +33,12 @@ def make_cases(folder, texts):
                        "misplaced": '{"run": {"micro_batch": 4}}'}.items():
         (folder / f"{name}.json").write_text(text)
     (folder / "binary.json").write_bytes(bytes(range(256)))
+    (folder / "zero.json").write_text('{"run": {"log_dir": "a\\u0000b"}}')
+    tokens = b"".join(bytes([1, byte % 256]) for byte in range(300))
+    (folder / "large.tok").write_bytes(struct.pack("<256I", 20240328, 2, 300, 299, *([0] * 252)) + tokens)
+    (folder / "late.txt").write_bytes(b"a" * 64 * 13 + b"\xc8" * 64 + b"a" * 64 * 50)  # window 13: of the second rank
+    for name in ("metrics.jsonl", "summary.json"):
+        (folder / f"with_{name}" / name).mkdir(parents=True)
     data = ["--train-data", good]
     return {
         "unknown key": (data + [folder / "unknown.json"], ["micro_bach", "micro_batch", "unknown.json"]),
@@ -80,6 +86,15 @@ def make_cases(folder, texts):
         "bytes beyond the vocabulary": (data + ["--vocab-size", "65"], ["train.txt", "65"]),
         "missing validation": (data + ["--val-data", folder / "nowhere.txt"], ["nowhere.txt"]),
         "missing vocabulary file": (data + ["--tokenizer", folder / "nowhere.tok"], ["nowhere.tok"]),
+        "zero character": (data + [folder / "zero.json"], ["zero.json"]),
+        "vocabulary larger than the model's": (data + ["--tokenizer", folder / "large.tok"], ["large.tok", "300", "256"]),
+        "prompt beyond the vocabulary": (data + ["--sample-every", "5", "--vocab-size", "128", "--sample-prompt", "\u00ff"],
+                                         ["128"]),
+        "validation token of another rank": (["--train-data", good, "--vocab-size", "128", "--val-data", folder / "late.txt",
+                                              "--nproc", "2"], ["late.txt", "200", "128"]),
+        "log directory with too long a name": (data + ["--log-dir", "p/q/" + 300 * "x"], ["log_dir", "xxx"]),
+        "metrics that cannot be written": (data + ["--log-dir", folder / "with_metrics.jsonl"], ["log_dir", "metrics.jsonl"]),
+        "summary that cannot be replaced": (data + ["--log-dir", folder / "with_summary.json"], ["log_dir", "summary.json"]),
         "log directory below a file": (data + ["--log-dir", folder / "file" / "log"], ["log_dir", "file"]),
         "log directory is a file": (data + ["--log-dir", folder / "file"], ["log_dir", "file"]),
         "log directory nobody can make": (data + ["--log-dir", "/proc/train_gpt"], ["log_dir", "/proc/train_gpt"]),
@@ -94,7 +109,9 @@ NAMES = ["unknown key", "unknown section", "wrong type", "a fraction of a step",
          "learning rates", "no data", "missing data", "missing shards", "data is a directory", "empty text",
          "short text", "empty shard", "foreign shard", "foreign magic", "unknown version", "truncated shard",
          "shard with a tail", "token beyond the vocabulary", "validation token beyond", "bytes beyond the vocabulary",
-         "missing validation", "missing vocabulary file", "log directory below a file", "log directory is a file",
+         "missing validation", "missing vocabulary file", "zero character", "vocabulary larger than the model's",
+         "prompt beyond the vocabulary", "validation token of another rank", "log directory with too long a name",
+         "metrics that cannot be written", "summary that cannot be replaced", "log directory below a file", "log directory is a file",
          "log directory nobody can make"]
 
 
@@ -124,6 +141,9 @@ def check(arguments, words, folder):
 @pytest.mark.parametrize("name", NAMES)
 def test_one_line_exit_2_nothing_written(cases, name, tmp_path):
     check(*cases[name], tmp_path)
+    for key in ("metrics.jsonl", "summary.json"):
+        folder = next(path for path in cases["data is a directory"][0] if "directory" in str(path)).parent / f"with_{key}"
+        assert [path.name for path in folder.iterdir()] == [key]
 
 
 @pytest.mark.parametrize("name", ["unknown key", "truncated shard", "log directory is a file"])

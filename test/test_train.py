@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from conftest import PROGRAM, environment, run_program
+from conftest import MPI_ENV, PROGRAM, environment, run_program
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, context_length=24, micro_batch=4)
 
@@ -135,7 +135,8 @@ def test_a_diverged_run_stops_and_says_why(train):
     run = train(**SMALL, precision="fp32", learning_rate=1000.0, warmup_steps=0, grad_clip=0, weight_decay=100.0,
                 min_learning_rate=1000.0, steps=200, max_bad_steps=3, expect=1, nproc=2)
     assert run.stderr.count("diverged") == 1 and "learning_rate" in run.stderr
-    assert run.losses[-4:] == [None] * 4 or run.norms[-4:] == [None] * 4
+    bad = [loss is None or norm is None for loss, norm in zip(run.losses, run.norms)]
+    assert bad[-3:] == [True] * 3 and not any(all(bad[i:i + 3]) for i in range(len(bad) - 3))
     assert not (run.log_dir / "summary.json").exists()
 
 
@@ -228,6 +229,57 @@ def ranks_alive(pids):
         except ProcessLookupError:
             pass
     return alive
+
+
+def test_a_stop_does_not_wait_for_validation(tmp_path):
+    """A validation of a million tokens takes many seconds here: the stop comes first."""
+    (tmp_path / "text.txt").write_bytes(b"all work and no play " * 50000)
+    log_dir = tmp_path / "log"
+    process = subprocess.Popen([str(PROGRAM), "--train-data", str(tmp_path / "text.txt"), "--val-data",
+                                str(tmp_path / "text.txt"), "--log-dir", str(log_dir), "--steps", "5", "--val-every", "1",
+                                "--micro-batch", "1", "--precision", "fp32"],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    deadline = time.time() + 60
+    while time.time() < deadline and not (log_dir / "metrics.jsonl").exists():
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    asked = time.time()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert time.time() - asked < 5
+    assert "validation loss" not in out
+
+
+def test_closed_standard_streams(tmp_path, texts):
+    """The numbers of closed streams must not be taken by files, which would then receive what is printed."""
+    log_dir = tmp_path / "log"
+    command = f'"{PROGRAM}" --train-data "{texts}/train.txt" --steps 2 --n-embd 32 --log-dir "{log_dir}" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command], env=environment(), timeout=60).returncode == 0
+    for line in (log_dir / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+
+
+def test_nobody_reads_the_progress(tmp_path, texts):
+    log_dir = tmp_path / "log"
+    command = (f'"{PROGRAM}" --train-data "{texts}/train.txt" --steps 30 --log-every 1 --n-embd 32 --log-dir "{log_dir}" | '
+               "head -n 1")
+    subprocess.run(["sh", "-c", command], env=environment(), timeout=60, stdout=subprocess.DEVNULL, check=True)
+    assert json.loads((log_dir / "summary.json").read_text())["steps"] == 30
+
+
+def test_a_file_that_one_rank_sees_differently(tmp_path):
+    """Ranks in folders of their own, one with a short text: the message names the file, and comes once."""
+    for rank, length in enumerate([100000, 100]):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "text.txt").write_bytes(b"a" * length)
+    command = ["mpirun", "--oversubscribe", "-q"]
+    for rank in range(2):
+        command += ([":"] if rank else []) + ["-n", "1", "--wdir", str(tmp_path / str(rank)), str(PROGRAM), "--train-data",
+                                              "text.txt", "--steps", "3", "--n-embd", "32"]
+    process = subprocess.run(command, env=environment(MPI_ENV), capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.count("train_gpt: error: text.txt") == 1
 
 
 def test_hello(tmp_path):
