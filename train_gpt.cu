@@ -220,7 +220,7 @@ DECLARE_TRAINER(TRAIN) {
         hyper.learning_rate = (float)config_learning_rate(config, step);
         const StepResult result =
             zero_step(&trainer.zero, &hyper, config->grad_clip, gpt_loss(&trainer.model), stop_requested());
-        if (result.updated) totals.communication = comm_counts_since(&trainer.comm, &before); // a skipped step sends less
+        if (result.updated) totals.communication = comm_counts_since(&trainer.comm, &before); // skipped: less
         log_step(&log, step + 1, &result, result.loss_sum / (double)config->tokens_per_step, hyper.learning_rate,
                  now_seconds() - begin, totals.mfu);
         if (config->check_replicas > 0 && (step + 1) % config->check_replicas == 0)
