@@ -7,17 +7,21 @@
 // Stopping: SIGTERM, SIGINT or SIGUSR1 ask a rank to end after its step with EXIT_STOPPED. The launcher turns all three
 // into SIGUSR1, which mpirun hands to the ranks, and repeats it every second, as mpirun loses what arrives while it
 // starts. So a rank takes any number of SIGUSR1 as one; a second SIGTERM or SIGINT ends it at once, with 128 + signal.
+// Batch systems and service managers signal launcher, mpirun and ranks alike. So mpirun, which would end the ranks at
+// once, has SIGTERM and SIGINT blocked; where one is pending there, the run is asked to stop.
 #ifndef LAUNCH_H
 #define LAUNCH_H
 
 #include <errno.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <limits.h>
 #include <omp.h>
 #include <signal.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/statvfs.h>
 #include <sys/wait.h>
 #include <time.h>
 #include "cpu/machine.h"
@@ -110,14 +114,29 @@ static inline Place place_from_environment(Error *error) {
 
 // Unless OMP_NUM_THREADS says otherwise, ranks share the cores of their machine, each with at least one thread. A rank
 // that was bound has fewer cores than its parent, and those are its own.
-static inline void set_threads(const Place *place) {
-    if (getenv("OMP_NUM_THREADS") != NULL) return;
+static inline int threads_wanted(const Place *place) {
+    if (getenv("OMP_NUM_THREADS") != NULL) return omp_get_max_threads();
     cpu_set_t own, parent;
     const bool bound = place->launched && sched_getaffinity(0, sizeof own, &own) == 0 &&
                        sched_getaffinity(getppid(), sizeof parent, &parent) == 0 &&
                        CPU_COUNT(&own) < CPU_COUNT(&parent);
-    const int threads = machine_cores() / (bound ? 1 : place->local_size);
-    omp_set_num_threads(threads < 1 ? 1 : threads);
+    return machine_cores() / (bound ? 1 : place->local_size);
+}
+
+// Sets the number of threads that the calling thread's parallel regions have. It has to be what they are granted:
+// oneDNN divides its work by omp_get_max_threads(), and the shares of threads that do not come would be left undone. So
+// OpenMP may not give fewer as it sees fit, nor none because of OMP_MAX_ACTIVE_LEVELS, and OMP_THREAD_LIMIT is asked by
+// trying.
+static inline void set_threads(const Place *place) {
+    const int wanted = threads_wanted(place), limit = omp_get_thread_limit();
+    int granted = 1;
+    omp_set_dynamic(0);
+    if (omp_get_max_active_levels() < 1) omp_set_max_active_levels(1);
+    omp_set_num_threads(wanted < 1 ? 1 : wanted < limit ? wanted : limit);
+#pragma omp parallel
+#pragma omp master
+    granted = omp_get_num_threads();
+    omp_set_num_threads(granted);
 }
 
 // Threads that this process computes with.
@@ -151,6 +170,12 @@ static inline void stop_on_signals(void) {
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGUSR1, &action, NULL);
+    sigset_t signals; // may come blocked from what started this process
+    sigemptyset(&signals);
+    sigaddset(&signals, SIGTERM);
+    sigaddset(&signals, SIGINT);
+    sigaddset(&signals, SIGUSR1);
+    sigprocmask(SIG_UNBLOCK, &signals, NULL);
 }
 
 // Whether this rank was asked to stop. Signals reach ranks at different moments: they have to agree.
@@ -161,9 +186,38 @@ static inline int stop_requested(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Starting ranks
 
+// Makes a folder for the files of mpirun and of its ranks, which the launcher removes even if mpirun was killed. It is
+// where there is room: a rank that writes where there is none dies. "": nowhere, so Open MPI chooses.
+static inline void launch_folder(char *folder, size_t size, int nproc) {
+    // Open MPI 5 takes 16 MB for a rank, 4 takes 4. The program itself uses up to four segments of 24 MB in /dev/shm
+    // (cpu/shared_memory.h), which are to have it for themselves where it is small.
+    const double needed = 16e6 * nproc + 4 * 24e6;
+    const char *const parents[] = {"/dev/shm", getenv("TMPDIR"), "/tmp"};
+    for (size_t i = 0; i < sizeof parents / sizeof parents[0]; i++) {
+        struct statvfs room;
+        if (parents[i] == NULL || statvfs(parents[i], &room) != 0) continue;
+        if ((double)room.f_bavail * (double)room.f_frsize < needed) continue;
+        const int length = snprintf(folder, size, "%s/train_gpt.XXXXXX", parents[i]);
+        if (length > 0 && (size_t)length < size && mkdtemp(folder) != NULL) return;
+    }
+    folder[0] = '\0';
+}
+
+static inline int launch_remove(const char *path, const struct stat *status, int type, struct FTW *place) {
+    (void)status;
+    (void)type;
+    (void)place;
+    remove(path);
+    return 0;
+}
+
+static inline void launch_folder_remove(const char *folder) {
+    if (folder[0] != '\0') nftw(folder, launch_remove, 16, FTW_DEPTH | FTW_PHYS);
+}
+
 // The environment that mpirun and the ranks get: nothing of a surrounding batch job or mpirun, which would send ranks
 // elsewhere; and what Open MPI needs to work as root, in containers, and on one machine.
-static inline void launch_environment(int nproc) {
+static inline void launch_environment(int nproc, const char *folder) {
     extern char **environ;
     static const char *const foreign[] = {"SLURM_", "PMI_", "PMIX_", "PRTE_", "OMPI_"};
     const bool nested = getenv("OMPI_COMM_WORLD_RANK") != NULL; // then OMPI_MCA_ variables are mpirun's, not the user's
@@ -195,42 +249,60 @@ static inline void launch_environment(int nproc) {
     setenv("HWLOC_HIDE_ERRORS", "2", 0);           // containers may have no /sys
     setenv("OMPI_MCA_btl", "self,vader", 0);
     setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0); // containers forbid reading another process's memory
+    if (folder[0] != '\0') {
+        setenv("OMPI_MCA_btl_vader_backing_directory", folder, 0);
+        setenv("OMPI_MCA_orte_tmpdir_base", folder, 0);
+        setenv("PRTE_MCA_prte_tmpdir_base", folder, 0); // Open MPI 5's name for it
+    }
     if (nproc >= cores) setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
 }
 
 // In the forked process: becomes mpirun, whose stderr is `errors`. Returns only if there is none.
 static inline void launch_exec(pid_t launcher, int errors, char *const *arguments) {
-    setpgid(0, 0);                    // Ctrl-C is for the launcher, which passes it on
-    prctl(PR_SET_PDEATHSIG, SIGTERM); // mpirun then ends the ranks and removes its files
+    setpgid(0, 0);                   // Ctrl-C is for the launcher, which passes it on
+    prctl(PR_SET_PDEATHSIG, SIGHUP); // mpirun then ends the ranks and removes its files
     if (getppid() != launcher) _exit(EXIT_RUN);
     const int null = open("/dev/null", O_RDONLY);
     if (null >= 0) dup2(null, STDIN_FILENO);
     dup2(errors, STDERR_FILENO);
-    signal(SIGTERM, SIG_DFL);
-    signal(SIGINT, SIG_DFL);
+    signal(SIGHUP, SIG_DFL);
     signal(SIGUSR1, SIG_DFL);
-    sigset_t none;
-    sigemptyset(&none);
-    sigprocmask(SIG_SETMASK, &none, NULL);
+    sigset_t
+        blocked; // for mpirun; it starts ranks with none. SIGPIPE: that nobody reads a run's output does not end it.
+    sigemptyset(&blocked);
+    sigaddset(&blocked, SIGTERM);
+    sigaddset(&blocked, SIGINT);
+    sigaddset(&blocked, SIGPIPE);
+    sigprocmask(SIG_SETMASK, &blocked, NULL);
     execvp("mpirun.openmpi", arguments); // Debian's name where several MPIs are installed
     execvp("mpirun", arguments);
+}
+
+// Whether mpirun was sent SIGTERM or SIGINT, which it has blocked.
+static inline bool launch_pending(pid_t mpirun) {
+    char path[64], line[128];
+    unsigned long long pending = 0;
+    snprintf(path, sizeof path, "/proc/%d/status", (int)mpirun);
+    FILE *file = fopen(path, "r");
+    while (file != NULL && fgets(line, sizeof line, file) != NULL)
+        if (sscanf(line, "ShdPnd: %llx", &pending) == 1) break;
+    if (file != NULL) fclose(file);
+    return (pending >> (SIGTERM - 1) & 1) != 0 || (pending >> (SIGINT - 1) & 1) != 0;
 }
 
 // Waits for mpirun, passing signals on. Returns its wait status; *asked: the run was asked to stop; *killed: the signal
 // that, coming after another, ended it at once.
 static inline int launch_wait(pid_t mpirun, const sigset_t *signals, bool *asked, int *killed) {
     const struct timespec second = {1, 0};
-    int status = 0, stops = 0, seconds = 0;
+    int status = 0, stops = 0;
     while (waitpid(mpirun, &status, WNOHANG) == 0) {
         const int number = sigtimedwait(signals, NULL, &second);
         if (number == SIGCHLD) continue;
-        if (number > 0) *asked = true;
+        if (number > 0 || launch_pending(mpirun)) *asked = true;
         if (number == SIGTERM || number == SIGINT) stops++;
         if (stops > 1 && *killed == 0) {
             *killed = number;
-            kill(mpirun, SIGTERM); // it ends the ranks within its second of grace
-        } else if (*killed != 0) {
-            if (number < 0 && ++seconds == 3) kill(mpirun, SIGKILL); // the ranks die with it
+            kill(mpirun, SIGKILL); // the ranks die with it; asked otherwise while it ends, it may crash
         } else if (*asked) {
             kill(mpirun, SIGUSR1);
         }
@@ -268,10 +340,12 @@ static inline int launch_ranks(int nproc, char **argv) {
     signal(SIGCHLD, SIG_DFL);
     sigprocmask(SIG_BLOCK, &signals, NULL);
     fflush(NULL);
+    char folder[256];
+    launch_folder(folder, sizeof folder, nproc);
     const pid_t launcher = getpid(), mpirun = fork();
     if (mpirun < 0) die("fork: %s", strerror(errno));
     if (mpirun == 0) {
-        launch_environment(nproc);
+        launch_environment(nproc, folder);
         launch_exec(launcher, errors[1], arguments);
         const int reason = errno;
         if (write(failure[1], &reason, sizeof reason) < 0) _exit(EXIT_RUN);
@@ -288,6 +362,7 @@ static inline int launch_ranks(int nproc, char **argv) {
     close(failure[0]);
     const int status = launch_wait(mpirun, &signals, &asked, &killed);
     mpirun_output_finish(&output);
+    launch_folder_remove(folder);
     if (reason != 0) {
         fprintf(stderr,
                 "train_gpt: error: --nproc %d needs Open MPI's mpirun, which cannot be started (%s): install the "
@@ -298,7 +373,8 @@ static inline int launch_ranks(int nproc, char **argv) {
     if (killed != 0) return 128 + killed;
     const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     if (code <= 128) return code;
-    if (asked && code == 128 + SIGUSR1)
+    const bool stop = code == 128 + SIGTERM || code == 128 + SIGINT || code == 128 + SIGUSR1;
+    if (asked && stop && (WIFSIGNALED(status) || output.signalled >= 0))
         return EXIT_STOPPED; // before mpirun or the ranks listened: nothing was there to save
     char name[64] = "";
     gethostname(name, sizeof name - 1);

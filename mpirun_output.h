@@ -140,7 +140,9 @@ static inline void mpirun_output_line(MpirunOutput *self) {
     const bool empty = self->drop_empty && line == newline;
     self->drop_empty = words != NULL && strncmp(words, "Abort", 5) == 0; // version 5 prints an empty line after that
     *newline = '\n';
+    if (self->signalled < 0) self->signalled = rank;
     if (self->block) {
+        if (words != NULL) self->length = (size_t)(words - self->held); // a report that came between
         self->line = self->length;
         if (dashes != line) return;
         *dashes = '\0';
@@ -154,7 +156,6 @@ static inline void mpirun_output_line(MpirunOutput *self) {
         self->line = self->length;
         self->block = true;
     } else if (words != NULL) {
-        if (self->signalled < 0) self->signalled = rank;
         mpirun_output_write(self->out, line, (size_t)(words - line));
         self->length = 0;
     } else if (empty) {

@@ -64,8 +64,8 @@ static inline void shared_close(SharedMemory *shared) {
 }
 
 // Opens a segment for the ranks of `mpi`, which all call this. False, on all of them, if they are not on one node, or
-// if there is no room (then rank 0 says so). Nothing keeps the segment's name once it is open, so a killed run leaves
-// nothing behind.
+// if there is no room (then rank 0 of the program says so, once). Nothing keeps the segment's name once it is open, so
+// a killed run leaves nothing behind.
 static inline bool shared_open(SharedMemory *shared, MPI_Comm mpi, int rank, int ranks) {
     memset(shared, 0, sizeof *shared);
     MPI_Comm node;
@@ -126,10 +126,15 @@ static inline bool shared_open(SharedMemory *shared, MPI_Comm mpi, int rank, int
     MPI_Allreduce(&one, &all, 1, MPI_INT, MPI_MIN, mpi);
     if (rank == 0 && offer.name[0] != '\0') shm_unlink(offer.name);
     if (all) return true;
-    if (rank == 0)
+    static bool said = false;
+    int world_rank = 0;
+    MPI_Comm_rank(MPI_COMM_WORLD, &world_rank);
+    if (world_rank == 0 && !said) {
+        said = true;
         fprintf(stderr, "train_gpt: note: no shared memory for %d ranks (%.0f MB in /dev/shm: %s); using plain MPI\n",
                 ranks, (double)shared->mapped_bytes / 1e6,
                 offer.error != 0 ? strerror(offer.error) : "not shared by all of them");
+    }
     shared_close(shared);
     return false;
 }
