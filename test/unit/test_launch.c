@@ -14,7 +14,7 @@
 // A rank notes its process id in FILE.RANK, then does WHAT.
 static int rank_program(const Place *place, const char *what, const char *file) {
     char name[128], pid[32];
-    stop_on_signals();
+    if (strcmp(what, "unready") != 0) stop_on_signals();
     fprintf(place->rank == 0 ? stdout : stderr, "rank %d of %d\n", place->rank, place->world_size);
     fflush(stdout);
     snprintf(name, sizeof name, "%s.%d", file, place->rank);
@@ -26,7 +26,21 @@ static int rank_program(const Place *place, const char *what, const char *file) 
         for (int i = 0; i < 400 && !stop_requested(); i++) usleep(50000);
         return *stop_flag() == 1 ? EXIT_STOPPED : 98; // 1: by SIGUSR1 and nothing else
     }
-    if (strcmp(what, "deaf") == 0) // takes no notice of being asked to stop
+    if (strcmp(what, "step") == 0) { // asked to stop by any signal, finishes what takes a while
+        for (int i = 0; i < 400 && !stop_requested(); i++) usleep(50000);
+        for (int i = 0; i < 10; i++) usleep(50000);
+        return stop_requested() ? EXIT_STOPPED : 98;
+    }
+    if (strcmp(what, "talk") == 0) { // as main does, goes on when nobody listens
+        signal(SIGPIPE, SIG_IGN);
+        for (int i = 0; i < 50; i++) {
+            fprintf(i % 2 == 0 ? stdout : stderr, "step %d\n", i);
+            fflush(stdout);
+            usleep(20000);
+        }
+        return 0;
+    }
+    if (strcmp(what, "deaf") == 0 || strcmp(what, "unready") == 0) // takes no notice of being asked to stop
         for (int i = 0; i < 400; i++) usleep(50000);
     // The first exit code that is not 0 ends the other ranks, who are to have said theirs.
     for (int rank = 0; rank < place->world_size; rank++) {
@@ -165,6 +179,14 @@ static void test_threads(void **state) {
     if (user == NULL) unsetenv("OMP_NUM_THREADS");
     if (user != NULL) setenv("OMP_NUM_THREADS", user, 1);
     free(user);
+
+    int threads = 0; // whatever kept OpenMP from granting them
+    omp_set_dynamic(1);
+    omp_set_max_active_levels(0);
+    set_threads(&alone);
+#pragma omp parallel reduction(+ : threads)
+    threads++;
+    assert_int_equal(threads, place_threads());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -217,6 +239,10 @@ static const struct {
                               "Primary job  terminated normally, but 1 process returned\na non-zero exit code.\n" DASHES
                               "step 3\n",
      "step 1 ... step 2 ... step 3\n", 0, "", false},
+    // Reports within a block.
+    {DASHES "prterun noticed that process rank 0 with PID 9 on node vm exited on\n" REPORT5("JOB [x@1]", "NOTIFIED")
+         REPORT5("PROC [x@1,0]", "ABORTED BY SIGNAL") "signal 15 (Terminated).\n" DASHES "end\n",
+     "end\n", 0, "prterun noticed that process rank 0 with PID 9 on node vm exited on signal 15 (Terminated).", false},
     // mpirun is sent signals.
     {"step 1 ... mpirun: Forwarding signal 10 to job\nstep 2\n", "step 1 ... step 2\n", -1, "", false},
     {"a\nAbort is in progress...hit ctrl-c again to forcibly terminate\n\nb\n\n", "a\nb\n\n", -1, "", false},
@@ -533,6 +559,117 @@ static void test_ranks_die_with_the_launcher(void **state) {
     expect_gone(second, 3);
 }
 
+static pid_t parent_of(pid_t pid) {
+    char name[64];
+    int parent = 0;
+    snprintf(name, sizeof name, "/proc/%d/stat", (int)pid);
+    FILE *file = fopen(name, "r");
+    assert_non_null(file);
+    assert_int_equal(fscanf(file, "%*d (%*[^)]) %*c %d", &parent), 1);
+    fclose(file);
+    return parent;
+}
+
+// As batch systems and service managers do it: all processes of the run get the signal. Then mpirun alone.
+static void test_signals_to_the_job(void **state) {
+    (void)state;
+    static const int signals[RUNS] = {SIGTERM, SIGINT, SIGUSR1, SIGTERM, SIGINT};
+    pid_t launchers[RUNS];
+    for (int i = 0; i < RUNS; i++) {
+        use_run(i);
+        launchers[i] = start(2, "step");
+        const pid_t first = rank_pid(0), second = rank_pid(1), mpirun = parent_of(first);
+        assert_int_equal(parent_of(mpirun), launchers[i]);
+        kill(mpirun, signals[i]);
+        if (i >= 3) continue;
+        kill(first, signals[i]);
+        kill(second, signals[i]);
+        kill(launchers[i], signals[i]);
+    }
+    for (int i = 0; i < RUNS; i++) {
+        use_run(i);
+        assert_int_equal(finish(launchers[i], 20), EXIT_STOPPED);
+        assert_int_equal(count_lines(), 2);
+    }
+}
+
+// A rank that a signal to the job ends before it listens had nothing to save; one that nothing asked to stop failed.
+static void test_signals_before_ranks_listen(void **state) {
+    (void)state;
+    pid_t launchers[2];
+    for (int asked = 0; asked < 2; asked++) {
+        use_run(asked);
+        launchers[asked] = start(2, "unready");
+    }
+    for (int asked = 0; asked < 2; asked++) {
+        use_run(asked);
+        const pid_t first = rank_pid(0);
+        rank_pid(1);
+        if (asked) kill(launchers[asked], SIGTERM);
+        kill(first, SIGTERM);
+        assert_int_equal(finish(launchers[asked], 20), asked ? EXIT_STOPPED : EXIT_RUN);
+    }
+}
+
+// `train_gpt ... | head -1`: the run goes on to its end.
+static void test_nobody_reads(void **state) {
+    (void)state;
+    int out[2];
+    assert_int_equal(pipe2(out, O_CLOEXEC), 0);
+    const pid_t pid = fork();
+    assert_true(pid >= 0);
+    if (pid == 0) {
+        signal(SIGPIPE, SIG_IGN);
+        dup2(out[1], STDOUT_FILENO);
+        dup2(out[1], STDERR_FILENO);
+        execl("/proc/self/exe", "test_launch", "run", "2", "talk", mark, (char *)NULL);
+        _exit(97);
+    }
+    close(out[1]);
+    char first;
+    assert_int_equal(read(out[0], &first, 1), 1);
+    close(out[0]);
+    assert_int_equal(finish(pid, 20), 0);
+}
+
+// The launcher's folder is where there is room, and goes with all that a killed mpirun left.
+static void test_folder(void **state) {
+    (void)state;
+    char path[256], file[300];
+    launch_folder(path, sizeof path, 1 << 30); // there is no such room
+    assert_string_equal(path, "");
+    launch_folder_remove(path);
+    launch_folder(path, sizeof path, 1);
+    assert_true(path[0] == '/');
+    snprintf(file, sizeof file, "%s/below", path);
+    assert_int_equal(mkdir(file, 0700), 0);
+    snprintf(file, sizeof file, "%s/below/segment", path);
+    const int made = open(file, O_WRONLY | O_CREAT, 0600);
+    assert_true(made >= 0);
+    close(made);
+    launch_folder_remove(path);
+    assert_int_not_equal(access(path, F_OK), 0);
+
+    const pid_t launcher = start(2, "deaf"), first = rank_pid(0), second = rank_pid(1);
+    char environment[20000], name[64];
+    snprintf(name, sizeof name, "/proc/%d/environ", (int)first);
+    FILE *variables = fopen(name, "r");
+    assert_non_null(variables);
+    const size_t length = fread(environment, 1, sizeof environment - 1, variables);
+    fclose(variables);
+    const char *folder_name = NULL, *key = "OMPI_MCA_btl_vader_backing_directory=";
+    environment[length] = '\0';
+    for (const char *c = environment; c < environment + length; c += strlen(c) + 1)
+        if (strncmp(c, key, strlen(key)) == 0) folder_name = c + strlen(key);
+    assert_non_null(folder_name);
+    assert_int_equal(access(folder_name, W_OK), 0);
+    kill(parent_of(first), SIGKILL);
+    assert_int_equal(finish(launcher, 5), EXIT_RUN);
+    assert_int_not_equal(access(folder_name, F_OK), 0);
+    expect_gone(first, 3);
+    expect_gone(second, 3);
+}
+
 // What surrounds the launcher does not move its ranks elsewhere.
 static void test_surroundings(void **state) {
     (void)state;
@@ -617,12 +754,22 @@ static int tear_down(void **state) {
 int main(int argc, char **argv) {
     if (argc == 5 && strcmp(argv[1], "run") == 0) return run_program(argv);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_places),        cmocka_unit_test(test_threads),
-        cmocka_unit_test(test_filter),        cmocka_unit_test(test_filter_long_texts),
-        cmocka_unit_test(test_filter_thread), cmocka_unit_test(test_mpirun_fails),
-        cmocka_unit_test(test_exit_codes),    cmocka_unit_test(test_signals),
-        cmocka_unit_test(test_surroundings),  cmocka_unit_test(test_ranks_die_with_the_launcher),
-        cmocka_unit_test(test_no_mpirun),     cmocka_unit_test(test_second_signal),
+        cmocka_unit_test(test_places),
+        cmocka_unit_test(test_threads),
+        cmocka_unit_test(test_filter),
+        cmocka_unit_test(test_filter_long_texts),
+        cmocka_unit_test(test_filter_thread),
+        cmocka_unit_test(test_mpirun_fails),
+        cmocka_unit_test(test_exit_codes),
+        cmocka_unit_test(test_signals),
+        cmocka_unit_test(test_surroundings),
+        cmocka_unit_test(test_ranks_die_with_the_launcher),
+        cmocka_unit_test(test_no_mpirun),
+        cmocka_unit_test(test_second_signal),
+        cmocka_unit_test(test_signals_to_the_job),
+        cmocka_unit_test(test_signals_before_ranks_listen),
+        cmocka_unit_test(test_nobody_reads),
+        cmocka_unit_test(test_folder),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }
