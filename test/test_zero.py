@@ -15,7 +15,8 @@ full = pytest.mark.full
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
 PRECISIONS = [("fp32", "auto"), ("bf16", "auto"), ("bf16", "fp32")]
 # Ranks and precision of the runs of every strategy; quick runs go to 4 ranks, and to 8 in bf16.
-LADDERS = [pytest.param(nproc, *precision, marks=full if nproc == 8 and precision != ("bf16", "auto") else [])
+LADDERS = [pytest.param(nproc, *precision, marks=full if nproc == 8 and precision != ("bf16", "auto") or
+                        nproc == 4 and precision == ("bf16", "fp32") else [])
            for nproc in (1, 2, 3, 4, 8) for precision in PRECISIONS]
 # Nothing divides: channels are no multiple of 64, the vocabulary is padded, positions beyond the sequence are unused.
 SHAPE = dict(n_layer=3, n_head=2, n_embd=40, context_length=40, vocab_size=257, sequence_length=24, micro_batch=2)
@@ -208,7 +209,7 @@ def test_strategies_compute_the_same_bits(train, nproc, precision, gradients):
         assert curve(runs[strategy]) == reference, strategy
 
 
-@pytest.mark.parametrize("nproc", [5, 7])
+@pytest.mark.parametrize("nproc", [5, pytest.param(7, marks=full)])
 def test_ranks_that_divide_nothing(train, nproc):
     runs = ladder(train, nproc, **dict(BRIEF, steps=3), precision="bf16")
     assert all(curve(run) == curve(runs["ddp"]) for run in runs.values())
@@ -227,7 +228,7 @@ def test_knobs_change_no_bit(train, precision):
     assert plain.summary["params_hash"] == reference.summary["params_hash"]
     knobs = [(strategy, dict(overlap=overlap)) for strategy in STRATEGIES for overlap in (True, False)]
     knobs += [("zero3", dict(prefetch=prefetch, reshard_after_forward=reshard, overlap=overlap))
-              for prefetch in (0, 1, 3, 100) for reshard in (True, False) for overlap in (True, False)]
+              for prefetch in (0, 1, 3, 100) for reshard in (True, False) for overlap in {True, prefetch == 0}]
     for strategy, options in knobs:
         options = dict(flags, strategy=strategy, **options)
         run = train(**options)
@@ -411,7 +412,7 @@ def test_volumes_in_units_of_the_parameters(train, nproc, precision):
                                               ("zero3", {"shard_group": 2}), ("zero3", {"shard_group": 1})])
 def test_replicas_are_the_same(train, strategy, options):
     """The check passes, and changes nothing."""
-    for nproc in (2, 3, 4):
+    for nproc in (3, 4):
         if nproc % options.get("shard_group", nproc) == 0:
             flags = dict(BRIEF, precision="bf16", strategy=strategy, nproc=nproc, **options)
             checked = dict(flags, check_replicas=1)
@@ -559,13 +560,14 @@ def test_speed(texts, tmp_path):
                 assert run.code == 0, run.stderr
                 rates.setdefault((strategy, overlap), []).append(run.summary["tokens_per_second"])
     medians = {key: statistics.median(values) for key, values in rates.items()}
-    for (strategy, overlap), median in medians.items():
-        print(f"{strategy} {'with' if overlap else 'without'} overlap: {median:.0f} tokens/s, "
-              f"{median / medians['ddp', True]:.3f} of ddp's, spread "
-              f"{max(rates[strategy, overlap]) / min(rates[strategy, overlap]):.2f}")
+    report = "; ".join(f"{strategy}{'' if overlap else ' without overlap'} {median:.0f} tokens/s, "
+                       f"{median / medians['ddp', True]:.3f} of ddp's, spread "
+                       f"{max(rates[strategy, overlap]) / min(rates[strategy, overlap]):.2f}"
+                       for (strategy, overlap), median in medians.items())
+    print(report)
     # Where the machine is shared, one strategy's own runs differ by more than the margin that is asked for.
     if all(max(values) / min(values) < 1.1 for values in rates.values()):
         for strategy in STRATEGIES:
             assert medians[strategy, True] >= 0.9 * medians["ddp", True], strategy
     else:
-        pytest.skip("the machine is not quiet enough to judge by")
+        pytest.skip(f"the machine is not quiet enough to judge by: {report}")
