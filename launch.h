@@ -17,6 +17,7 @@
 #include <ftw.h>
 #include <limits.h>
 #include <omp.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
 #include <string.h>
@@ -152,7 +153,7 @@ static inline volatile sig_atomic_t *stop_flag(void) {
     return &flag;
 }
 
-static inline void stop_handler(int number) {
+static inline void stop_note(int number) {
     if (*stop_flag() == 2 && number != SIGUSR1) _exit(128 + number);
     if (number != SIGUSR1)
         *stop_flag() = 2;
@@ -160,22 +161,29 @@ static inline void stop_handler(int number) {
         *stop_flag() = 1;
 }
 
-// From now on SIGTERM, SIGINT and SIGUSR1 are noted for stop_requested(), in the same source file as this call.
+static inline void *stop_thread(void *argument) {
+    sigset_t signals = *(sigset_t *)argument;
+    free(argument);
+    for (int number; sigwait(&signals, &number) == 0;) stop_note(number);
+    return NULL;
+}
+
+// From now on SIGTERM, SIGINT and SIGUSR1 are noted for stop_requested(), in the same source file as this call. Must
+// come before other threads start: a thread of its own waits for the signals, and all others block them. A handler
+// would run on the stack of a thread that computes, and oneDNN's kernels do not stand that: they keep data below the
+// stack pointer, farther than the system spares, and the heap was found corrupted after signals.
 static inline void stop_on_signals(void) {
-    struct sigaction action;
-    memset(&action, 0, sizeof action);
-    action.sa_handler = stop_handler;
-    action.sa_flags = SA_RESTART;
-    sigemptyset(&action.sa_mask);
-    sigaction(SIGTERM, &action, NULL);
-    sigaction(SIGINT, &action, NULL);
-    sigaction(SIGUSR1, &action, NULL);
-    sigset_t signals; // may come blocked from what started this process
-    sigemptyset(&signals);
-    sigaddset(&signals, SIGTERM);
-    sigaddset(&signals, SIGINT);
-    sigaddset(&signals, SIGUSR1);
-    sigprocmask(SIG_UNBLOCK, &signals, NULL);
+    sigset_t *signals = (sigset_t *)malloc(sizeof *signals);
+    pthread_t thread;
+    if (signals == NULL) die("no memory for a set of signals");
+    sigemptyset(signals);
+    sigaddset(signals, SIGTERM);
+    sigaddset(signals, SIGINT);
+    sigaddset(signals, SIGUSR1);
+    pthread_sigmask(SIG_BLOCK, signals, NULL);
+    const int status = pthread_create(&thread, NULL, stop_thread, signals);
+    if (status != 0) die("the thread that waits for signals cannot be started: %s", strerror(status));
+    pthread_detach(thread);
 }
 
 // Whether this rank was asked to stop. Signals reach ranks at different moments: they have to agree.
@@ -187,7 +195,8 @@ static inline int stop_requested(void) {
 // Starting ranks
 
 // Makes a folder for the files of mpirun and of its ranks, which the launcher removes even if mpirun was killed. It is
-// where there is room: a rank that writes where there is none dies. "": nowhere, so Open MPI chooses.
+// where there is room: a rank that writes where there is none dies. "": nowhere, so Open MPI chooses. A launcher that
+// is killed leaves it behind.
 static inline void launch_folder(char *folder, size_t size, int nproc) {
     // Open MPI 5 takes 16 MB for a rank, 4 takes 4. The program itself uses up to four segments of 24 MB in /dev/shm
     // (cpu/shared_memory.h), which are to have it for themselves where it is small.

@@ -550,13 +550,33 @@ static void test_second_signal(void **state) {
     expect_gone(second, 1);
 }
 
+// The folder that a rank's launcher has made.
+static const char *folder_of(pid_t rank) {
+    static char environment[20000];
+    static const char key[] = "OMPI_MCA_btl_vader_backing_directory=";
+    char name[64];
+    snprintf(name, sizeof name, "/proc/%d/environ", (int)rank);
+    FILE *variables = fopen(name, "r");
+    assert_non_null(variables);
+    const size_t length = fread(environment, 1, sizeof environment - 1, variables);
+    fclose(variables);
+    environment[length] = '\0';
+    for (const char *c = environment; c < environment + length; c += strlen(c) + 1)
+        if (strncmp(c, key, strlen(key)) == 0) return c + strlen(key);
+    fail_msg("rank %d was not told of a folder", (int)rank);
+    return NULL;
+}
+
 static void test_ranks_die_with_the_launcher(void **state) {
     (void)state;
     const pid_t launcher = start(2, "deaf"), first = rank_pid(0), second = rank_pid(1);
+    const char *folder_name = folder_of(first);
     kill(launcher, SIGKILL);
     assert_int_equal(finish(launcher, 1), -SIGKILL);
     expect_gone(first, 3);
     expect_gone(second, 3);
+    usleep(500000);                    // mpirun ends, too
+    launch_folder_remove(folder_name); // which a killed launcher leaves
 }
 
 static pid_t parent_of(pid_t pid) {
@@ -651,17 +671,7 @@ static void test_folder(void **state) {
     assert_int_not_equal(access(path, F_OK), 0);
 
     const pid_t launcher = start(2, "deaf"), first = rank_pid(0), second = rank_pid(1);
-    char environment[20000], name[64];
-    snprintf(name, sizeof name, "/proc/%d/environ", (int)first);
-    FILE *variables = fopen(name, "r");
-    assert_non_null(variables);
-    const size_t length = fread(environment, 1, sizeof environment - 1, variables);
-    fclose(variables);
-    const char *folder_name = NULL, *key = "OMPI_MCA_btl_vader_backing_directory=";
-    environment[length] = '\0';
-    for (const char *c = environment; c < environment + length; c += strlen(c) + 1)
-        if (strncmp(c, key, strlen(key)) == 0) folder_name = c + strlen(key);
-    assert_non_null(folder_name);
+    const char *folder_name = folder_of(first);
     assert_int_equal(access(folder_name, W_OK), 0);
     kill(parent_of(first), SIGKILL);
     assert_int_equal(finish(launcher, 5), EXIT_RUN);
