@@ -137,6 +137,8 @@ static void sample(Trainer *trainer, const Config *config, const Tokenizer *toke
 DECLARE_TRAINER(TRAIN) {
     Error error = {""};
     error_identify(place->rank, place->world_size);
+    if (!config->plan)
+        stop_on_signals(); // before there are other threads; the run ends in order, after a step at the latest
     set_threads(place);
     if (config->plan) return plan_run(config, (int)config->nproc);
     cudaStream_t compute, communication;
@@ -186,7 +188,6 @@ DECLARE_TRAINER(TRAIN) {
     totals.mfu = NAN; // the peak of a CPU is not known
     int64_t step = 0, bad_steps = 0;
     bool stopped = false;
-    stop_on_signals();
     for (;; step++) {
         const bool last = step == config->steps;
         if (stopped) break;

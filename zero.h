@@ -11,8 +11,7 @@
 //
 // A strategy is three booleans: which of parameters, gradients and optimizer state are cut into one shard per rank of
 // the shard group. Everything follows from them. State that is sharded lives in buffers of shards; where compute needs
-// it in full there are slots, transient buffers of one unit each: wte has its own (it is alive from the head's backward
-// to the embedding's), all other units share a few.
+// it in full there are slots (slots.h), transient buffers of one unit each.
 //
 // Compute waits on events, per unit or slot, never on the device; collectives wait on events for compute. The norm of
 // the gradient is summed from one partial sum per rank, in rank order, each over 1/N of every unit, under every
@@ -25,6 +24,7 @@
 #include "memory.h"
 #include "ops.h"
 #include "random.h"
+#include "slots.h"
 
 // One row per strategy: what is cut into one shard per rank. What is not is held in full by every rank.
 typedef struct {
@@ -65,21 +65,6 @@ typedef struct {
     bool overlap;               // false: compute waits for every collective at once
     bool master_weights;        // false: bf16 parameters are updated in place, with stochastic rounding
 } ZeroOptions;
-
-// A transient full-size buffer of one unit.
-typedef struct {
-    void *data;
-    int unit;          // that it holds, or -1
-    cudaEvent_t ready; // communication: the gather into it, or the reduction out of it, is done
-    cudaEvent_t done;  // compute: it has been read, or written, for the last time
-} Slot;
-
-typedef struct {
-    Slot *slots; // 0 is wte's
-    int count;
-    int next; // where the search for a free one begins: buffers are used in turn, so that collectives have time
-    size_t element_bytes;
-} Slots;
 
 typedef struct {
     const Layout *layout;
@@ -176,14 +161,8 @@ static inline void zero_launched(const Zero *zero, cudaEvent_t event) {
     if (!zero->options.overlap) zero_wait(zero, zero->compute, event);
 }
 
-static inline void *zero_table(size_t count, size_t size) {
-    void *table = calloc(count, size);
-    if (table == NULL) die("no room for the table of units");
-    return table;
-}
-
 static inline cudaEvent_t *zero_events(const Zero *zero) {
-    cudaEvent_t *events = (cudaEvent_t *)zero_table((size_t)zero->layout->n_units, sizeof(cudaEvent_t));
+    cudaEvent_t *events = (cudaEvent_t *)table_alloc((size_t)zero->layout->n_units, sizeof(cudaEvent_t));
     for (int u = 0; u < zero->layout->n_units && !zero->comm->planning; u++)
         cuda_check(cudaEventCreateWithFlags(&events[u], cudaEventDisableTiming));
     return events;
@@ -192,55 +171,6 @@ static inline cudaEvent_t *zero_events(const Zero *zero) {
 static inline void zero_free_events(const Zero *zero, cudaEvent_t *events) {
     for (int u = 0; u < zero->layout->n_units && !zero->comm->planning; u++) cuda_check(cudaEventDestroy(events[u]));
     free(events);
-}
-
-// Slots for wte and for `others` units at a time, of the size of the largest of them.
-static inline void slots_init(Slots *slots, const Zero *zero, Memory *memory, int others, size_t element_bytes) {
-    const Layout *layout = zero->layout;
-    size_t largest = 0;
-    for (int u = 0; u < layout->n_units; u++)
-        if (u != layout->wte && layout->units[u].size > largest) largest = layout->units[u].size;
-    const int units = layout->n_units - (layout->wte >= 0);
-    slots->count = 1 + (others < units ? others : units);
-    slots->slots = (Slot *)zero_table((size_t)slots->count, sizeof(Slot));
-    slots->next = 1;
-    slots->element_bytes = element_bytes;
-    for (int i = 0; i < slots->count; i++) {
-        const size_t size = i > 0 ? largest : layout->wte >= 0 ? layout->units[layout->wte].size : 0;
-        slots->slots[i].unit = -1;
-        slots->slots[i].data = memory_alloc(memory, MEMORY_COMMUNICATION, size * element_bytes);
-        if (memory->planning) continue;
-        cuda_check(cudaEventCreateWithFlags(&slots->slots[i].ready, cudaEventDisableTiming));
-        cuda_check(cudaEventCreateWithFlags(&slots->slots[i].done, cudaEventDisableTiming));
-    }
-}
-
-static inline void slots_free(Slots *slots, bool planning) {
-    for (int i = 0; i < slots->count && !planning; i++) {
-        cuda_check(cudaEventDestroy(slots->slots[i].ready));
-        cuda_check(cudaEventDestroy(slots->slots[i].done));
-    }
-    free(slots->slots);
-}
-
-// A free slot for a unit, now its; NULL if there is none.
-static inline Slot *slots_take(Slots *slots, const Layout *layout, int unit, int *slot_of_unit) {
-    int i = 0;
-    if (unit != layout->wte) {
-        int tries = slots->count - 1;
-        for (i = slots->next; tries > 0 && slots->slots[i].unit >= 0; tries--) i = i + 1 < slots->count ? i + 1 : 1;
-        if (tries == 0) return NULL;
-        slots->next = i + 1 < slots->count ? i + 1 : 1;
-    }
-    if (slots->slots[i].unit >= 0) return NULL;
-    slots->slots[i].unit = unit;
-    slot_of_unit[unit] = i;
-    return &slots->slots[i];
-}
-
-static inline void slots_give_back(Slots *slots, int unit, int *slot_of_unit) {
-    slots->slots[slot_of_unit[unit]].unit = -1;
-    slot_of_unit[unit] = -1;
 }
 
 // Allocates this rank's parameters, gradients and optimizer state.
@@ -268,14 +198,14 @@ static inline void zero_init(Zero *zero, Memory *memory, const Layout *layout, c
     // In use: the unit at hand and those gathered ahead; or, where they stay until their backward, all. The gradient of
     // one unit is written while that of the one before is reduced.
     const int ahead = options->reshard_after_forward ? options->prefetch + 1 : layout->n_units;
-    if (strategy->shard_params) slots_init(&zero->param_slots, zero, memory, ahead, sizeof(floatX));
-    if (strategy->shard_grads) slots_init(&zero->grad_slots, zero, memory, 2, sizeof(gradX));
+    if (strategy->shard_params) slots_init(&zero->param_slots, layout, memory, ahead, sizeof(floatX));
+    if (strategy->shard_grads) slots_init(&zero->grad_slots, layout, memory, 2, sizeof(gradX));
 
     const size_t units = (size_t)layout->n_units;
-    zero->param_slot = (int *)zero_table(units, sizeof(int));
-    zero->grad_slot = (int *)zero_table(units, sizeof(int));
+    zero->param_slot = (int *)table_alloc(units, sizeof(int));
+    zero->grad_slot = (int *)table_alloc(units, sizeof(int));
     for (size_t u = 0; u < units; u++) zero->param_slot[u] = zero->grad_slot[u] = -1;
-    zero->accumulate = (bool *)zero_table(units, sizeof(bool));
+    zero->accumulate = (bool *)table_alloc(units, sizeof(bool));
     zero->grads_written = zero_events(zero);
     zero->grads_reduced = zero_events(zero);
     zero->params_updated = zero_events(zero);
@@ -299,8 +229,8 @@ enum { ZERO_CHUNK = 1 << 18 }; // elements that pass through the host at a time
 // Fills the masters and the parameters with GPT-2's initialisation. Every element depends on (seed, tensor, global
 // index) alone.
 static inline void zero_init_params(Zero *zero) {
-    float *values = (float *)zero_table(ZERO_CHUNK, sizeof(float));
-    floatX *rounded = (floatX *)zero_table(ZERO_CHUNK, sizeof(floatX));
+    float *values = (float *)table_alloc(ZERO_CHUNK, sizeof(float));
+    floatX *rounded = (floatX *)table_alloc(ZERO_CHUNK, sizeof(floatX));
     for (int u = 0; u < zero->layout->n_units; u++) {
         const Unit *unit = &zero->layout->units[u];
         const Held params = zero_held(zero, unit, zero->strategy->shard_params);
@@ -555,8 +485,8 @@ static inline StepResult zero_step(Zero *zero, AdamW *hyper, double grad_clip, d
 // The sum, modulo 2^64, over elements [first, first + count) of a unit of a mix of tensor id, global index and the bits
 // of the fp32 value. A sum does not depend on the order. The values stand at `at` of the masters, or of the parameters.
 static inline uint64_t zero_hash(const Zero *zero, const Unit *unit, Held range, bool masters) {
-    float *values = (float *)zero_table(ZERO_CHUNK, sizeof(float));
-    floatX *rounded = (floatX *)zero_table(ZERO_CHUNK, sizeof(floatX));
+    float *values = (float *)table_alloc(ZERO_CHUNK, sizeof(float));
+    floatX *rounded = (floatX *)table_alloc(ZERO_CHUNK, sizeof(floatX));
     uint64_t hash = 0;
     PieceCursor cursor = {0, 0};
     Piece piece;
