@@ -215,7 +215,7 @@ static void test_bad_files(void **state) {
     big[sizeof big - 2] = '\0';
     accepted(0, big, NULL);
     write_bytes("{}\0x", 4);
-    refused(0, NULL, FLAGS(path), "zero byte");
+    refused(0, NULL, FLAGS(path), "zero character");
     assert_int_equal(mkfifo(resolved, 0600), 0);
     refused(0, NULL, FLAGS(resolved), "pipe or a device");
     assert_int_equal(remove(resolved), 0);
