@@ -45,6 +45,7 @@ typedef struct {
 // Ranks that exchange data along one axis of the grid.
 typedef struct {
     ncclComm_t nccl;
+    int id; // of the axis: the same on all ranks
     int rank, size;
 } Group;
 
@@ -93,6 +94,9 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, int world_siz
     comm->stream = stream;
     comm->world.rank = comm->data.rank = rank;
     comm->world.size = comm->data.size = world_size;
+    comm->data.id = 1;
+    comm->shard.id = 2;
+    comm->replica.id = 3;
     comm->shard.rank = rank % shard_group;
     comm->shard.size = shard_group;
     comm->replica.rank = rank / shard_group;
@@ -135,7 +139,7 @@ static inline void comm_count(Comm *comm, CommKind kind, const Group *group, uin
     count->payload_bytes += payload_bytes;
     // Buffers are padded so that n divides them: the division is exact.
     count->bus_bytes += point_to_point ? payload_bytes : passes * (n - 1) * (payload_bytes / n);
-    comm->sequence = random_mix(comm->sequence + payload_bytes * COMM_KINDS + (uint64_t)kind) + n;
+    comm->sequence = random_mix(comm->sequence + payload_bytes * COMM_KINDS + (uint64_t)kind) + (uint64_t)group->id;
 }
 
 // buffer[i] = sum over the group's ranks, in rank order, in place, on the communication stream.   count elements

@@ -30,7 +30,8 @@ def test_golden_files_are_what_the_reference_makes():
 def test_random_shapes(tmp_path, seed):
     draw = random.Random(seed)
     heads = draw.choice([1, 2, 3, 5, 7])
-    width = heads * draw.choice([1, 8, 11, 16, 24])
+    # Not narrower: layer norm over one or two channels has no slope but rounding's, whatever computes it in fp32.
+    width = heads * draw.choice([6, 8, 11, 16, 24])
     length = draw.randint(1, 70)
     shape = [draw.choice([65, 129, 256, 1000]), width, heads, draw.randint(1, 3), draw.randint(1, 5), length,
              length + draw.randint(0, 9)]
