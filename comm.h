@@ -182,6 +182,15 @@ static inline const void *comm_gather(Comm *comm, const void *mine, size_t bytes
     return comm->answers;
 }
 
+// Gives every rank what `root` has in `data`: host memory, at most as much as an Error. Waits for it.
+static inline void comm_broadcast(Comm *comm, int root, void *data, size_t bytes) {
+    if (bytes > sizeof(Error)) die("a broadcast of %zu bytes is too long", bytes);
+    cuda_check(cudaMemcpyAsync(comm->message, data, bytes, cudaMemcpyHostToDevice, comm->stream));
+    nccl_check(ncclBroadcast(comm->message, comm->message, bytes, ncclUint8, root, comm->world.nccl, comm->stream));
+    cuda_check(cudaMemcpyAsync(data, comm->message, bytes, cudaMemcpyDeviceToHost, comm->stream));
+    cuda_check(cudaStreamSynchronize(comm->stream));
+}
+
 // All ranks learn whether any of them found bad input. If so, all get the message of the lowest such rank, and false.
 static inline bool comm_agree(Comm *comm, Error *error) {
     const char bad = error->text[0] != '\0';
@@ -189,11 +198,7 @@ static inline bool comm_agree(Comm *comm, Error *error) {
     int first = 0;
     while (first < comm->world_size && !all[first]) first++;
     if (first == comm->world_size) return true;
-    cuda_check(cudaMemcpyAsync(comm->message, error, sizeof *error, cudaMemcpyHostToDevice, comm->stream));
-    nccl_check(
-        ncclBroadcast(comm->message, comm->message, sizeof *error, ncclUint8, first, comm->world.nccl, comm->stream));
-    cuda_check(cudaMemcpyAsync(error, comm->message, sizeof *error, cudaMemcpyDeviceToHost, comm->stream));
-    cuda_check(cudaStreamSynchronize(comm->stream));
+    comm_broadcast(comm, first, error, sizeof *error);
     return false;
 }
 

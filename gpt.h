@@ -453,12 +453,4 @@ static inline void gpt_logits(GPT *model, float *out) {
     }
 }
 
-// Floating-point operations of training on one token: 6 per parameter of the matrices that multiply (head included,
-// embeddings looked up are not), and 12 L C T for attention's two products, causality not discounted (Chowdhery et al.
-// 2022, appendix B).
-static inline double gpt_flops_per_token(const ModelShape *shape, int T) {
-    const double C = shape->n_embd, L = shape->n_layer, V = shape->vocab_size;
-    return 6.0 * (12.0 * L * C * C + V * C) + 12.0 * L * C * T;
-}
-
 #endif

@@ -134,6 +134,20 @@ static void sample(Trainer *trainer, const Config *config, const Tokenizer *toke
     free(logits);
 }
 
+// The memory of the rank with the highest peak, and its plan.
+static Memory memory_of_fullest(Comm *comm, const Memory *mine, Memory *planned, const Memory *my_plan) {
+    const uint64_t peak = mine->peak;
+    const uint64_t *peaks = (const uint64_t *)comm_gather(comm, &peak, sizeof peak);
+    int fullest = 0;
+    for (int r = 1; r < comm->world_size; r++)
+        if (peaks[r] > peaks[fullest]) fullest = r;
+    Memory memory = *mine;
+    *planned = *my_plan;
+    comm_broadcast(comm, fullest, &memory, sizeof memory);
+    comm_broadcast(comm, fullest, planned, sizeof *planned);
+    return memory;
+}
+
 DECLARE_TRAINER(TRAIN) {
     Error error = {""};
     error_identify(place->rank, place->world_size);
@@ -237,8 +251,7 @@ DECLARE_TRAINER(TRAIN) {
     }
 
     totals.params_hash = zero_params_hash(&trainer.zero);
-    totals.memory = trainer.memory;
-    totals.planned = plan.memory;
+    totals.memory = memory_of_fullest(&trainer.comm, &trainer.memory, &totals.planned, &plan.memory);
     totals.communication_planned = plan.communication;
     totals.all_ranks = comm_sum_counts(&trainer.comm, &totals.communication);
     totals.planned_all_ranks = comm_sum_counts(&trainer.comm, &totals.communication_planned);

@@ -54,10 +54,6 @@ OP void residual_layernorm_forward(Ops *ops, floatX *residual, floatX *out, floa
     }
 }
 
-static inline size_t layernorm_backward_workspace(const OpsShape *shape) {
-    return column_sums_workspace(2 * (size_t)shape->C);
-}
-
 // With norm = (inp - mean) * rstd and d = dout * weight:
 //   dinp += (d - mean(d) - norm * mean(d * norm)) * rstd;   dweight = sum dout * norm;   dbias = sum dout
 OP void layernorm_backward(Ops *ops, floatX *dinp, int dinp_zero, gradX *dweight, gradX *dbias, const floatX *dout,
