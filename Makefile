@@ -1,6 +1,7 @@
 # train_gpt: `make` builds ./train_gpt for this machine.
 #
-#   make                    the program, for DEVICE=cpu (gcc, OpenMP, oneDNN, MPI) or cuda (nvcc, cuBLASLt, NCCL)
+#   make                    the program, for DEVICE=cpu (gcc, OpenMP, oneDNN, MPI), cuda (nvcc, cuBLASLt, NCCL), or
+#                           emulator (the CUDA program on the CPU, slowly: for tests)
 #   make test               build and run all tests (scripts/test.sh installs what they need first)
 #   make unit               build the unit tests into build/DEVICE/test/
 #   make delayed            build/DEVICE/delayed/train_gpt, for tests: streams pause at random (cpu/stream.h)
@@ -28,19 +29,32 @@ OPTIMIZE ?= -O3
 CFLAGS_ALL := -D_GNU_SOURCE $(OPTIMIZE) -march=$(ARCH) -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp \
               -g -MMD -MP $(WARNINGS)
 
+MPI_FLAGS := $(shell pkg-config --cflags ompi-c libcjson 2>/dev/null)
+MPI_LIBRARIES := $(shell pkg-config --libs ompi-c libcjson 2>/dev/null || echo -lmpi -lcjson)
+
+CPU_COMPILE = gcc -x c -std=c11 $(CFLAGS_ALL) -Icpu -I. $(MPI_FLAGS)
+CPU_LIBRARIES := -ldnnl $(MPI_LIBRARIES) -lm -lpthread
+
 ifeq ($(DEVICE),cpu)
-CC := gcc
-INCLUDES := -Icpu -I. $(shell pkg-config --cflags ompi-c libcjson 2>/dev/null)
-LIBRARIES := -ldnnl $(shell pkg-config --libs ompi-c libcjson 2>/dev/null || echo -lmpi -lcjson) -lm -lpthread
-COMPILE = $(CC) -x c -std=c11 $(CFLAGS_ALL) $(INCLUDES)
-LINK = $(CC) -fopenmp
+COMPILE = $(CPU_COMPILE)
+LINK = gcc -fopenmp
+LIBRARIES := $(CPU_LIBRARIES)
+else ifeq ($(DEVICE),emulator)
+# The GPU program's source, kernels included, for the CPU (cpu/emulator.h). SANITIZE: address, undefined, thread.
+# Type punning through vectors is CUDA's habit, hence -fno-strict-aliasing. Denormals and sums must come out as written.
+EMULATOR_FLAGS := -D_GNU_SOURCE -DTRAIN_GPT_EMULATOR -std=c++17 -march=$(ARCH) -ffp-contract=fast -fno-math-errno \
+                  -fno-strict-aliasing -fopenmp -g -MMD -MP $(WARNINGS) -Ikernels -Icpu -I. $(MPI_FLAGS)
+COMPILE = g++ -x c++ -O2 $(EMULATOR_FLAGS)
+LINK = g++ -fopenmp
+LIBRARIES := $(CPU_LIBRARIES)
+DEVICE_OBJECTS := $(BUILD)/emulator.o
 else ifeq ($(DEVICE),cuda)
 NVCC ?= $(firstword $(shell command -v nvcc) /usr/local/cuda/bin/nvcc)
 # The kernels are declared (ops.h) but not in this tree: OP=extern keeps the compiler content, and nothing is linked.
 COMPILE = $(NVCC) -x cu -std=c++17 -arch=sm_80 -O3 -D_GNU_SOURCE -DOP=extern -MMD -MP -Ikernels -I. \
           -Xcompiler -Wall,-Wextra,-Werror,-fopenmp
 else
-$(error DEVICE=$(DEVICE) is not one of: cpu cuda)
+$(error DEVICE=$(DEVICE) is not one of: cpu cuda emulator)
 endif
 
 MAKEFLAGS += --no-builtin-rules
@@ -50,12 +64,15 @@ ifeq ($(DEVICE),cuda)
 train_gpt: $(OBJECTS)
 	@echo "DEVICE=cuda: the trainer compiles, but the CUDA kernels are not in this version: no program has been linked."
 	@echo "make DEVICE=cpu builds the program for this machine's CPUs."
+else ifeq ($(DEVICE),emulator)
+train_gpt: $(BUILD)/train_gpt
+	@echo "$(BUILD)/train_gpt is the CUDA program, emulated"
 else
 train_gpt: $(BUILD)/train_gpt
 	@cp -f $< $@.new && mv -f $@.new $@
 endif
 
-$(BUILD)/train_gpt: $(OBJECTS)
+$(BUILD)/train_gpt: $(OBJECTS) $(DEVICE_OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 
 $(BUILD)/main.o: train_gpt.cu Makefile | $(BUILD)/test
@@ -63,6 +80,9 @@ $(BUILD)/main.o: train_gpt.cu Makefile | $(BUILD)/test
 
 $(PRECISIONS:%=$(BUILD)/train_%.o): $(BUILD)/train_%.o: train_gpt.cu Makefile | $(BUILD)/test
 	$(COMPILE) $(DEFINE_$*) -c -o $@ $<
+
+$(BUILD)/emulator.o: cpu/emulator.cpp Makefile | $(BUILD)/test
+	$(COMPILE) -c -o $@ $<
 
 $(BUILD)/test:
 	@mkdir -p $@

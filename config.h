@@ -70,6 +70,8 @@
     O(numerics, CHOICE, precision, "bf16", "fp32|bf16", "of parameters and activations") \
     O(numerics, CHOICE, gradient_dtype, "auto", "auto|bf16|fp32", "of gradients; auto: as precision") \
     O(numerics, BOOLEAN, master_weights, "true", "", "bf16: the optimizer keeps parameters in fp32") \
+    O(numerics, BOOLEAN, tf32, "false", "", "fp32 on GPUs: products on tensor cores, with 10 bits of mantissa") \
+    O(numerics, BOOLEAN, matmul_tune, "false", "", "GPUs: time candidates for each product; another run may choose, and round, differently") \
     O(memory, TEXT, recompute, "none", "", "activations computed again in backward: none, or full: blocks keep only their input") \
     O(memory, TEXT, offload, "none", "", "what is kept in host memory") \
     O(memory, INTEGER, classifier_chunks, "1", "[1, 1048576]", "parts in which the logits are computed") \

@@ -59,6 +59,12 @@ typedef struct {
     int logit_rows; // rows of one classifier chunk
 } OpsShape;
 
+// What a run chooses. The CPU device has no use for either.
+typedef struct {
+    bool tf32;        // fp32: products on tensor cores, which keep 10 bits of the mantissa
+    bool matmul_tune; // choose the algorithm of each product by timing candidates, not by the library's guess
+} OpsOptions;
+
 // The device's context: the compute stream, the workspace, handles of its libraries. Defined by ops_device.h.
 typedef struct Ops Ops;
 
@@ -73,7 +79,7 @@ typedef struct {
 
 // Opens the operations for shapes up to `shape`. Allocates the workspace, through `memory`. When memory->planning, only
 // that allocation is counted, and the context cannot compute.
-OP void ops_init(Ops *ops, Memory *memory, const OpsShape *shape, cudaStream_t stream);
+OP void ops_init(Ops *ops, Memory *memory, const OpsShape *shape, const OpsOptions *options, cudaStream_t stream);
 OP void ops_free(Ops *ops);
 
 // out[b,t,:] = dropout(wte[tokens[b,t],:] + wpe[t,:]).   out (B, T, C), tokens (B, T), wte (Vp, C), wpe (>= T, C)

@@ -91,7 +91,8 @@ static inline void trainer_build(Trainer *trainer, const Config *config, int ran
     layout_init(&trainer->layout, &shape, &cut);
     const OpsShape largest = {
         B, T, shape.n_embd, shape.n_head, shape.vocab_size, trainer->layout.padded_vocab, gpt_logit_rows(B, T, chunks)};
-    ops_init(&trainer->ops, &trainer->memory, &largest, compute);
+    const OpsOptions choices = {config->tf32, config->matmul_tune};
+    ops_init(&trainer->ops, &trainer->memory, &largest, &choices, compute);
     const ZeroOptions sharding = {(int)config->prefetch, config->reshard_after_forward, config->overlap,
                                   config->master_weights};
     zero_init(&trainer->zero, &trainer->memory, &trainer->layout, strategy, &sharding, &trainer->comm, &trainer->ops,

@@ -47,7 +47,8 @@ static inline size_t ops_workspace_bytes(const OpsShape *shape, int threads, boo
     return most;
 }
 
-OP void ops_init(Ops *ops, Memory *memory, const OpsShape *shape, cudaStream_t stream) {
+OP void ops_init(Ops *ops, Memory *memory, const OpsShape *shape, const OpsOptions *options, cudaStream_t stream) {
+    (void)options;
     memset(ops, 0, sizeof *ops);
     ops->stream = stream;
     ops->memory = memory;

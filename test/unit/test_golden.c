@@ -56,7 +56,7 @@ static void run_open(Run *run, const Golden *golden) {
     comm_init(&run->comm, &run->memory, 0, 1, 1, 60, communication);
     const int rows = golden->B * golden->T;
     const OpsShape largest = {golden->B, golden->T, golden->C, golden->NH, golden->V, run->layout.padded_vocab, rows};
-    ops_init(&run->ops, &run->memory, &largest, compute);
+    ops_init(&run->ops, &run->memory, &largest, NULL, compute);
     const ZeroOptions sharding = {1, true, true, true};
     zero_init(&run->zero, &run->memory, &run->layout, strategy_find("ddp"), &sharding, &run->comm, &run->ops, compute,
               1);

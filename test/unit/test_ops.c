@@ -127,7 +127,7 @@ static Memory memory;
 static Ops *open_ops(int B, int T, int C, int NH, int V, int Vp, int logit_rows) {
     Ops *ops = (Ops *)malloc(sizeof(Ops));
     OpsShape shape = {B, T, C, NH, V, Vp, logit_rows};
-    ops_init(ops, &memory, &shape, NULL);
+    ops_init(ops, &memory, &shape, NULL, NULL);
     if (ops->workspace_bytes > 0) memset(ops->workspace, 0xff, ops->workspace_bytes);
     return ops;
 }
@@ -938,8 +938,8 @@ static void test_workspace_is_planned(void **state) {
         Memory plan = {0}, real = {0};
         plan.planning = true;
         Ops planned, ops;
-        ops_init(&planned, &plan, &shape, NULL);
-        ops_init(&ops, &real, &shape, NULL);
+        ops_init(&planned, &plan, &shape, NULL, NULL);
+        ops_init(&ops, &real, &shape, NULL, NULL);
         assert_true(plan.bytes[MEMORY_WORKSPACE] > 0);
         assert_int_equal(plan.bytes[MEMORY_WORKSPACE], real.bytes[MEMORY_WORKSPACE]);
         assert_int_equal(plan.total, plan.bytes[MEMORY_WORKSPACE]);
