@@ -121,6 +121,9 @@ $(foreach p,$(PRECISIONS),$(eval $(call per_precision_rule,$(p))))
 $(BUILD)/test/%: test/unit/%.c Makefile | $(BUILD)/test
 	$(COMPILE) $(UNIT_FLAGS) -o $@ $< -lcmocka $(LIBRARIES)
 
+# Kernels against the CPU's operations: DEVICE=emulator and cuda.
+include $(wildcard test/kernels/rules.mk)
+
 test:
 	bash scripts/test.sh
 
