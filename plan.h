@@ -238,6 +238,7 @@ static inline void plan_strategies(const Config *config, int world_size, cJSON *
 // code.
 static inline int plan_run(const Config *config, int world_size) {
     cJSON *json = cJSON_CreateObject();
+    cJSON_AddStringToObject(json, "device", OPS_DEVICE);
     json_add_integer(json, "world_size", (uint64_t)world_size);
     cJSON_AddStringToObject(json, "precision", config->precision);
     if (config->plan_parameters > 0)

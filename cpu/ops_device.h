@@ -12,6 +12,8 @@
 #include "error.h"
 #include "onednn.h"
 
+#define OPS_DEVICE "cpu"
+
 struct Ops {
     cudaStream_t stream;
     Memory *memory;

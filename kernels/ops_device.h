@@ -11,6 +11,8 @@
 #include "layout.h"
 #include "cublaslt.cuh"
 
+#define OPS_DEVICE "cuda"
+
 struct Ops {
     cudaStream_t stream;
     Memory *memory;

@@ -85,10 +85,35 @@ def available_bytes():
     return available
 
 
-def needed_bytes(peak, ranks):
-    """Of ranks on one machine: their device memory, a tenth more, and 200 MB each for the program, its libraries and
-    buffers that ranks share."""
-    return ranks * (peak * 1.1 + 200e6)
+def gpus():
+    """Name and free bytes of each GPU."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+        return [(name, int(free) * 2**20) for name, free in (line.rsplit(", ", 1) for line in lines)]
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return []
+
+
+def machine(device):
+    found = gpus() if device == "cuda" else []
+    return f"{len(found)} {found[0][0]}" if found else cpu()
+
+
+def obstacle(device, peak, ranks):
+    """Why ranks that take `peak` bytes of device memory each cannot run here; None if they can. On a CPU ranks share
+    the machine's memory, and take a tenth more and 200 MB each for the program, its libraries and buffers that they
+    share; on GPUs each has one, and CUDA, cuBLASLt and NCCL take about a gigabyte of it."""
+    if device == "cuda":
+        free = [free for _, free in gpus()]
+        need = peak * 1.02 + 1e9
+        if len(free) < ranks:
+            return f"{ranks} ranks take a GPU each, {len(free)} answer"
+        if min(free[:ranks]) < need:
+            return f"a rank takes {need / 1e9:.1f} GB, {min(free[:ranks]) / 1e9:.1f} GB of a GPU are free"
+        return None
+    need, have = ranks * (peak * 1.1 + 200e6), available_bytes()
+    return f"{ranks} ranks take {need / 1e9:.1f} GB, {have / 1e9:.1f} GB are free" if need > have else None
 
 
 def english(work):
@@ -193,33 +218,36 @@ def reproduce_case(config, case, arguments, work):
     """Plans, and runs where that is asked for and fits; prints; returns the differences, and by strategy what was
     planned and measured."""
     name, ranks, problems, notes, results, rates = case_name(config, case), case["world_size"], [], [], {}, {}
+    device, steps = None, None
     for strategy, expected in case["expected"].items():
         where = f"{name}, {strategy}"
         options = {**case.get("flags", {}), "strategy": strategy}
         try:
-            planned = plan(config, options, ranks, work)[strategy]
+            everything = plan(config, options, ranks, work)
+            planned, device = everything[strategy], everything["device"]
             results[strategy] = [("planned", counted(planned))]
             problems += differences(f"{where}, planned", expected, results[strategy][0][1])
-            need, have = needed_bytes(planned["memory_bytes"]["peak"], ranks), available_bytes()
-            if "run" not in case or arguments.plan_only:
+            asked = case.get("run") or (case.get("gpu_run") if device == "cuda" else None)
+            if not asked or arguments.plan_only:
                 continue
-            if need > have:
-                notes.append(f"{strategy}: not run: {ranks} ranks take {need / 1e9:.1f} GB, "
-                             f"{have / 1e9:.1f} GB are free")
+            reason = obstacle(device, planned["memory_bytes"]["peak"], ranks)
+            if reason:
+                notes.append(f"{strategy}: not run: {reason}")
                 continue
-            summary = run(config, options, ranks, arguments.steps or case["run"]["steps"], work)
+            steps = arguments.steps or asked["steps"]
+            summary = run(config, options, ranks, steps, work)
             results[strategy].append(("measured", counted(summary)))
             problems += differences(f"{where}, measured", expected, results[strategy][1][1])
             rates[strategy] = summary["tokens_per_second"]
         except Failure as failure:
             problems.append(f"{where}: {failure}")
-    ran = f"{arguments.steps or case['run']['steps']} steps" if rates else "planned only"
+    ran = f"{steps} steps" if rates else "planned only"
     print(f"\n{name}: {ran}")
     print_case(case["expected"], results)
     for note in notes:
         print(f"  {note}")
     for strategy, rate in rates.items():
-        print(f"  {strategy}: {rate:.0f} tokens/s on this machine ({cpu()})")
+        print(f"  {strategy}: {rate:.0f} tokens/s on this machine ({machine(device)})")
     for published in case.get("throughput", []):
         rate = rates.get(published["strategy"])
         ratio = f"this machine: {rate / published['tokens_per_second']:.3g} of it" if rate else "not run here"
