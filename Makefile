@@ -87,6 +87,11 @@ $(BUILD)/emulator.o: cpu/emulator.cpp Makefile | $(BUILD)/test
 $(BUILD)/test:
 	@mkdir -p $@
 
+# The operations' floors and times, in bf16; for DEVICE=emulator and cuda.
+$(BUILD)/bench_kernels: dev/bench_kernels.cu $(DEVICE_OBJECTS) Makefile | $(BUILD)/test
+	$(COMPILE) $(DEFINE_bf16) -c -o $@.o $<
+	$(LINK) -o $@ $@.o $(DEVICE_OBJECTS) $(LIBRARIES)
+
 # For tests: the program with streams that pause at random, from the seed in TRAIN_GPT_STREAM_DELAY.
 DELAYED := $(PRECISIONS:%=$(BUILD)/delayed/train_%.o)
 
