@@ -87,8 +87,9 @@ $(BUILD)/emulator.o: cpu/emulator.cpp Makefile | $(BUILD)/test
 $(BUILD)/test:
 	@mkdir -p $@
 
-# The operations' floors and times, in bf16; for DEVICE=emulator and cuda.
-$(BUILD)/bench_kernels: dev/bench_kernels.cu $(DEVICE_OBJECTS) Makefile | $(BUILD)/test
+# The operations' floors and times, in bf16 (DEVICE=emulator and cuda); what ranks exchange in a second.
+BENCHES := $(BUILD)/bench_kernels $(BUILD)/bench_comm
+$(BENCHES): $(BUILD)/%: dev/%.cu $(DEVICE_OBJECTS) Makefile | $(BUILD)/test
 	$(COMPILE) $(DEFINE_bf16) -c -o $@.o $<
 	$(LINK) -o $@ $@.o $(DEVICE_OBJECTS) $(LIBRARIES)
 
