@@ -2,12 +2,13 @@
 //
 // The only file with inline PTX, and the only one that asks who compiles it: nvcc sees the instruction, g++ the
 // emulator's function of the same meaning (cpu/emulator.h). Semantics and the layout of fragments are those of the PTX
-// ISA manual, sections "ldmatrix", "mma.m16n8k16" and "cp.async".
+// ISA manual, sections "ldmatrix", "mma.m16n8k16", "ex2" and "cp.async".
 #ifndef PTX_CUH
 #define PTX_CUH
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -84,6 +85,17 @@ static __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], 
                  : "memory");
 #else
     emulator_ldmatrix_x4(r, row, true, caller);
+#endif
+}
+
+// 2^x to 2 ulp, results below 2^-126 flushed to zero: one instruction, where exp2f() takes four for the sake of those.
+static __device__ __forceinline__ float exp2_approx(float x) {
+#ifdef __CUDACC__
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return x < -126.0f ? 0.0f : exp2f(x);
 #endif
 }
 
