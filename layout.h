@@ -31,29 +31,30 @@ typedef struct {
     int vocab_size;     // V
 } ModelShape;
 
-// How the model is cut.
+// How the model is cut, and which part a rank holds. The blocks are cut into P V stages of consecutive ones; rank p of
+// the pipeline holds stages p, p + P, ..., p + (V - 1) P: its chunks.
 typedef struct {
-    int data_parallel;                // D: units are padded for this many shards
-    int tensor_parallel, tensor_rank; // tensors are sliced
-    int first_layer, end_layer;       // a pipeline stage's blocks, [first, end)
-    bool first_stage, last_stage;     // holds the embeddings; holds the final layer norm and the head
+    int data_parallel;                                     // D: units are padded for this many shards
+    int tensor_parallel, tensor_rank;                      // tensors are sliced
+    int pipeline_parallel, pipeline_chunks, pipeline_rank; // P, V, p
 } LayoutCut;
 
 typedef enum { UNIT_WTE, UNIT_WPE, UNIT_BLOCK, UNIT_FINAL } UnitKind;
 
-// Tensors of a block, in their order; matrices first.
+// Tensors of a block, in their order: matrices first; then vectors, those that tensor ranks hold in full last, so that
+// they too are one range.
 typedef enum {
     QKV_WEIGHT,     // (3, heads, head_dim, C)
     ATTPROJ_WEIGHT, // (C, C)
     MLP_WEIGHT,     // (4C, C)
     MLPPROJ_WEIGHT, // (C, 4C)
+    QKV_BIAS,       // (3, heads, head_dim)
+    MLP_BIAS,       // (4C)
     LN1_WEIGHT,     // (C)
     LN1_BIAS,       // (C)
-    QKV_BIAS,       // (3, heads, head_dim)
     ATTPROJ_BIAS,   // (C)
     LN2_WEIGHT,     // (C)
     LN2_BIAS,       // (C)
-    MLP_BIAS,       // (4C)
     MLPPROJ_BIAS,   // (C)
     BLOCK_TENSORS
 } BlockTensor;
@@ -72,6 +73,7 @@ typedef struct {
     size_t offset;       // from the start of the unit
     size_t size;         // outer * sliced * inner
     bool matrix;         // takes weight decay
+    bool is_sliced;      // tensor ranks hold different slices; otherwise all hold it in full
     TensorInit init;
     float init_std;
 } Tensor;
@@ -85,7 +87,17 @@ typedef struct {
     size_t offset;     // of the unit in a full flat buffer
     size_t size;       // padded: a multiple of D * 64
     size_t decay_size; // elements [0, decay_size) are matrices (or padding between them)
+    size_t replicated; // elements [replicated, size) are the same on all tensor ranks; size: none
 } Unit;
+
+// Blocks of a stage that follow one another in the model.
+typedef struct {
+    int stage;       // of P V
+    int first_layer; // blocks [first_layer, first_layer + n_layers)
+    int n_layers;
+    int first_unit;   // of its blocks
+    bool first, last; // begins with the embeddings; ends with the final layer norm and the head
+} Chunk;
 
 typedef struct {
     ModelShape shape;
@@ -93,9 +105,11 @@ typedef struct {
     int padded_vocab; // rows of this rank's wte times tensor_parallel
     int n_units;
     Unit *units;
-    int wte, wpe, first_block, final; // unit numbers, -1 where a stage does not hold them
-    size_t parameters;                // of the whole model, without any padding
-    size_t size;                      // padded_parameters: the sum of this rank's padded units
+    int wte, wpe, final; // unit numbers, -1 where a rank does not hold them
+    int n_chunks;
+    Chunk *chunks;
+    size_t parameters; // of the whole model, without any padding
+    size_t size;       // padded_parameters: the sum of this rank's padded units
     size_t max_block_size;
 } Layout;
 
@@ -103,9 +117,30 @@ static inline size_t round_up(size_t n, size_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
-static inline LayoutCut layout_whole(const ModelShape *shape, int data_parallel) {
-    LayoutCut cut = {data_parallel, 1, 0, 0, shape->n_layer, true, true};
+static inline LayoutCut layout_whole(int data_parallel) {
+    LayoutCut cut = {data_parallel, 1, 0, 1, 1, 0};
     return cut;
+}
+
+// Where stage `stage` of `stages` begins: its blocks are those from here to where the next begins; stage `stages`: L.
+// Every stage has a block at least (stages <= L, config.h checks), and time is balanced: a block costs its 12 C^2
+// parameters a token, and the head on the last stage costs V C, as if it were a few blocks. What cannot be shared
+// evenly goes to later stages, since earlier ones keep more micro-batches alive.
+static inline int layout_stage_begin(const ModelShape *shape, int stages, int stage) {
+    const int L = shape->n_layer;
+    if (stage == stages || stages == 1) return stage == 0 ? 0 : L;
+    const double head = (double)shape->vocab_size / (12.0 * (double)shape->n_embd);
+    int last = 1; // blocks of the last stage: as many as do not make it the slowest
+    double best = 1e300;
+    for (int blocks = 1; blocks <= L - (stages - 1); blocks++) {
+        const double others = ceil((double)(L - blocks) / (stages - 1)), slowest = fmax(blocks + head, others);
+        if (slowest > best) continue;
+        best = slowest;
+        last = blocks;
+    }
+    const int each = (L - last) / (stages - 1), more = (L - last) % (stages - 1); // the last `more` have one more
+    const int longer = stage - (stages - 1 - more);
+    return stage * each + (longer > 0 ? longer : 0);
 }
 
 // Appends a tensor of (outer, full, inner) to a unit; slices > 1: this rank's slice of the middle dimension, which
@@ -124,6 +159,7 @@ static inline void layout_add_tensor(Unit *unit, const char *name, int id, size_
     tensor->offset = round_up(unit->size, LAYOUT_ALIGN);
     tensor->size = outer * tensor->sliced * inner;
     tensor->matrix = init == INIT_NORMAL;
+    tensor->is_sliced = slices > 1;
     tensor->init = init;
     tensor->init_std = init_std;
     unit->size = tensor->offset + tensor->size;
@@ -145,6 +181,9 @@ static inline Unit *layout_add_unit(Layout *layout, UnitKind kind, int layer) {
 
 static inline void layout_close_unit(Layout *layout, Unit *unit) {
     unit->size = round_up(unit->size, (size_t)layout->cut.data_parallel * LAYOUT_ALIGN);
+    unit->replicated = unit->size;
+    for (int t = unit->n_tensors - 1; t >= 0 && !unit->tensors[t].is_sliced; t--)
+        unit->replicated = unit->tensors[t].offset;
     unit->offset = layout->size;
     layout->size += unit->size;
     if (unit->kind == UNIT_BLOCK && unit->size > layout->max_block_size) layout->max_block_size = unit->size;
@@ -156,6 +195,31 @@ static inline size_t model_parameters(const ModelShape *shape) {
     return ((size_t)shape->vocab_size + (size_t)shape->context_length) * C + L * (12 * C * C + 13 * C) + 2 * C;
 }
 
+// GPT-2's initialisation: N(0, 0.02); projections into the residual stream are scaled by 1/sqrt(2L).
+#define INIT_STD 0.02f
+
+static inline void layout_add_block(Layout *layout, int layer) {
+    const ModelShape *shape = &layout->shape;
+    const size_t C = (size_t)shape->n_embd, H = (size_t)shape->n_head, hd = C / H; // hd: head_dim
+    const int S = layout->cut.tensor_parallel, s = layout->cut.tensor_rank, id = 2 + BLOCK_TENSORS * layer;
+    const float residual_std = INIT_STD / sqrtf(2.0f * (float)shape->n_layer);
+    Unit *unit = layout_add_unit(layout, UNIT_BLOCK, layer);
+    // Column-parallel tensors are sliced on their output, row-parallel ones on their input, the rest is replicated.
+    layout_add_tensor(unit, "qkv_weight", id + QKV_WEIGHT, 3, H, H, hd * C, S, s, INIT_NORMAL, INIT_STD);
+    layout_add_tensor(unit, "attproj_weight", id + ATTPROJ_WEIGHT, C, H, H, hd, S, s, INIT_NORMAL, residual_std);
+    layout_add_tensor(unit, "mlp_weight", id + MLP_WEIGHT, 1, 4 * C, 4 * C, C, S, s, INIT_NORMAL, INIT_STD);
+    layout_add_tensor(unit, "mlpproj_weight", id + MLPPROJ_WEIGHT, C, 4 * C, 4 * C, 1, S, s, INIT_NORMAL, residual_std);
+    layout_add_tensor(unit, "qkv_bias", id + QKV_BIAS, 3, H, H, hd, S, s, INIT_ZERO, 0);
+    layout_add_tensor(unit, "mlp_bias", id + MLP_BIAS, 1, 4 * C, 4 * C, 1, S, s, INIT_ZERO, 0);
+    layout_add_tensor(unit, "ln1_weight", id + LN1_WEIGHT, 1, C, C, 1, 1, 0, INIT_ONE, 0);
+    layout_add_tensor(unit, "ln1_bias", id + LN1_BIAS, 1, C, C, 1, 1, 0, INIT_ZERO, 0);
+    layout_add_tensor(unit, "attproj_bias", id + ATTPROJ_BIAS, 1, C, C, 1, 1, 0, INIT_ZERO, 0);
+    layout_add_tensor(unit, "ln2_weight", id + LN2_WEIGHT, 1, C, C, 1, 1, 0, INIT_ONE, 0);
+    layout_add_tensor(unit, "ln2_bias", id + LN2_BIAS, 1, C, C, 1, 1, 0, INIT_ZERO, 0);
+    layout_add_tensor(unit, "mlpproj_bias", id + MLPPROJ_BIAS, 1, C, C, 1, 1, 0, INIT_ZERO, 0);
+    layout_close_unit(layout, unit);
+}
+
 // Builds the table for one rank's cut of a model. The caller guarantees that tensor_parallel divides n_head
 // (config.h checks). layout_free() gives the table back.
 static inline void layout_init(Layout *layout, const ModelShape *shape, const LayoutCut *cut) {
@@ -163,51 +227,41 @@ static inline void layout_init(Layout *layout, const ModelShape *shape, const La
     layout->shape = *shape;
     layout->cut = *cut;
     layout->parameters = model_parameters(shape);
-    layout->units = (Unit *)malloc(((size_t)(cut->end_layer - cut->first_layer) + 4) * sizeof(Unit));
-    if (layout->units == NULL) die("no room for the table of units");
-    layout->wte = layout->wpe = layout->first_block = layout->final = -1;
-    const size_t C = (size_t)shape->n_embd, H = (size_t)shape->n_head, V = (size_t)shape->vocab_size;
+    const int P = cut->pipeline_parallel, stages = P * cut->pipeline_chunks;
+    layout->n_chunks = cut->pipeline_chunks;
+    layout->chunks = (Chunk *)calloc((size_t)layout->n_chunks, sizeof(Chunk));
+    layout->units = (Unit *)malloc(((size_t)shape->n_layer + 3) * sizeof(Unit));
+    if (layout->units == NULL || layout->chunks == NULL) die("no room for the table of units");
+    layout->wte = layout->wpe = layout->final = -1;
+    const bool first_stage = cut->pipeline_rank == 0, last_stage = cut->pipeline_rank == P - 1;
+    const size_t C = (size_t)shape->n_embd, V = (size_t)shape->vocab_size;
     const int S = cut->tensor_parallel, s = cut->tensor_rank, L = shape->n_layer;
     const size_t Vp = round_up(V, 128 * (size_t)S);
     layout->padded_vocab = (int)Vp;
-    // GPT-2's initialisation: N(0, 0.02); projections into the residual stream are scaled by 1/sqrt(2L).
-    const float std = 0.02f, residual_std = 0.02f / sqrtf(2.0f * (float)L);
-
-    if (cut->first_stage || cut->last_stage) { // the head is tied to wte, so both ends hold it
+    if (first_stage || last_stage) { // the head is tied to wte, so both ends hold it
         layout->wte = layout->n_units;
         Unit *unit = layout_add_unit(layout, UNIT_WTE, 0);
-        layout_add_tensor(unit, "wte", 0, 1, V, Vp, C, S, s, INIT_NORMAL, std);
+        layout_add_tensor(unit, "wte", 0, 1, V, Vp, C, S, s, INIT_NORMAL, INIT_STD);
         layout_close_unit(layout, unit);
     }
-    if (cut->first_stage) {
+    if (first_stage) {
         layout->wpe = layout->n_units;
         Unit *unit = layout_add_unit(layout, UNIT_WPE, 0);
         size_t positions = (size_t)shape->context_length;
-        layout_add_tensor(unit, "wpe", 1, 1, positions, positions, C, 1, 0, INIT_NORMAL, std);
+        layout_add_tensor(unit, "wpe", 1, 1, positions, positions, C, 1, 0, INIT_NORMAL, INIT_STD);
         layout_close_unit(layout, unit);
     }
-    layout->first_block = layout->n_units;
-    for (int layer = cut->first_layer; layer < cut->end_layer; layer++) {
-        Unit *unit = layout_add_unit(layout, UNIT_BLOCK, layer);
-        const int id = 2 + BLOCK_TENSORS * layer;
-        const size_t hd = C / H; // head_dim
-        // Column-parallel tensors are sliced on their output, row-parallel ones on their input, the rest is replicated.
-        layout_add_tensor(unit, "qkv_weight", id + QKV_WEIGHT, 3, H, H, hd * C, S, s, INIT_NORMAL, std);
-        layout_add_tensor(unit, "attproj_weight", id + ATTPROJ_WEIGHT, C, H, H, hd, S, s, INIT_NORMAL, residual_std);
-        layout_add_tensor(unit, "mlp_weight", id + MLP_WEIGHT, 1, 4 * C, 4 * C, C, S, s, INIT_NORMAL, std);
-        layout_add_tensor(unit, "mlpproj_weight", id + MLPPROJ_WEIGHT, C, 4 * C, 4 * C, 1, S, s, INIT_NORMAL,
-                          residual_std);
-        layout_add_tensor(unit, "ln1_weight", id + LN1_WEIGHT, 1, C, C, 1, 1, 0, INIT_ONE, 0);
-        layout_add_tensor(unit, "ln1_bias", id + LN1_BIAS, 1, C, C, 1, 1, 0, INIT_ZERO, 0);
-        layout_add_tensor(unit, "qkv_bias", id + QKV_BIAS, 3, H, H, hd, S, s, INIT_ZERO, 0);
-        layout_add_tensor(unit, "attproj_bias", id + ATTPROJ_BIAS, 1, C, C, 1, 1, 0, INIT_ZERO, 0);
-        layout_add_tensor(unit, "ln2_weight", id + LN2_WEIGHT, 1, C, C, 1, 1, 0, INIT_ONE, 0);
-        layout_add_tensor(unit, "ln2_bias", id + LN2_BIAS, 1, C, C, 1, 1, 0, INIT_ZERO, 0);
-        layout_add_tensor(unit, "mlp_bias", id + MLP_BIAS, 1, 4 * C, 4 * C, 1, S, s, INIT_ZERO, 0);
-        layout_add_tensor(unit, "mlpproj_bias", id + MLPPROJ_BIAS, 1, C, C, 1, 1, 0, INIT_ZERO, 0);
-        layout_close_unit(layout, unit);
+    for (int c = 0; c < layout->n_chunks; c++) {
+        Chunk *chunk = &layout->chunks[c];
+        chunk->stage = c * P + cut->pipeline_rank;
+        chunk->first_layer = layout_stage_begin(shape, stages, chunk->stage);
+        chunk->n_layers = layout_stage_begin(shape, stages, chunk->stage + 1) - chunk->first_layer;
+        chunk->first_unit = layout->n_units;
+        chunk->first = chunk->stage == 0;
+        chunk->last = chunk->stage == stages - 1;
+        for (int l = 0; l < chunk->n_layers; l++) layout_add_block(layout, chunk->first_layer + l);
     }
-    if (cut->last_stage) {
+    if (last_stage) {
         layout->final = layout->n_units;
         Unit *unit = layout_add_unit(layout, UNIT_FINAL, 0);
         const int id = 2 + BLOCK_TENSORS * L;
@@ -219,7 +273,9 @@ static inline void layout_init(Layout *layout, const ModelShape *shape, const La
 
 static inline void layout_free(Layout *layout) {
     free(layout->units);
+    free(layout->chunks);
     layout->units = NULL;
+    layout->chunks = NULL;
 }
 
 // A run of consecutive local elements of a tensor that are also consecutive in the unsliced, unpadded tensor.
