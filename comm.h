@@ -1,9 +1,9 @@
 // comm.h: the grid of ranks, its communicators, and every collective, counted.
 //
-// Every byte that ranks exchange passes through here, on one communication stream, so that what a step sends can be
-// counted exactly (contract: the counts match the table of strategies). Collectives only ever sum; who waits for whom
-// is said with events by the caller. A Comm can also be opened for planning: it then counts and sends nothing, for any
-// number of ranks.
+// Every byte that ranks exchange passes through here, so that what a step sends can be counted exactly (contract: the
+// counts match the table of strategies). Collectives only ever sum; each group has the stream on which they run, and
+// who waits for whom is said with events by the caller. A Comm can also be opened for planning: it then counts and
+// sends nothing, for any number of ranks.
 #ifndef COMM_H
 #define COMM_H
 
@@ -47,22 +47,39 @@ typedef struct {
     ncclComm_t nccl;
     int id; // of the axis: the same on all ranks
     int rank, size;
+    cudaStream_t stream; // where its collectives run
 } Group;
+
+// How many ranks each axis has. Rank numbers run fastest along the tensor axis, then data, then pipeline: tensor ranks,
+// who exchange most, are neighbours on a node, and stages, who exchange least, may be on different ones.
+typedef struct {
+    int tensor, data, pipeline;
+} Grid;
+
+// A way between two neighbouring stages: the sender is rank 0 of a group of two. Each has a stream of its own, so that
+// what is sent first arrives first and nothing else waits.
+enum { FORWARD_IN, FORWARD_OUT, BACKWARD_IN, BACKWARD_OUT, CHANNELS };
 
 enum { COMM_MAX_MESSAGE = 64 }; // bytes that a rank may give to comm_gather()
 
 typedef struct {
     int rank, world_size;
+    Grid grid;
+    int pipeline_rank; // this rank's stage
     Group world;
-    Group data;    // the data-parallel ranks; so far the whole world
-    Group shard;   // those among which state is sharded: all of data, or shard_group consecutive ones
-    Group replica; // those that hold the same shards: one of each shard group
+    Group data;    // ranks that hold the same slices of the same stage
+    Group shard;   // of those, the ones among which state is sharded: all, or shard_group consecutive ones
+    Group replica; // of those, the ones that hold the same shards: one of each shard group
+    Group tensor;  // ranks that hold slices of the same layers
+    Group tied;    // the first and the last stage, who both hold wte; size 1 on other stages, and without a pipeline
+    Group channels[CHANNELS]; // to and from the neighbouring stages; size 0: there is no such
     bool planning;
-    cudaStream_t stream; // every collective runs here
+    cudaStream_t stream; // world, data, shard, replica, tied
     CommCounts counts;
-    uint64_t sequence; // a checksum of what was called on which group and in what order: the same on all ranks
-    char *message;     // staging of comm_gather() and comm_agree()
-    char *answers;     // host: what comm_gather() returns
+    uint64_t
+        sequence;  // a checksum of what was called on which group and in what order: the same on all ranks of a stage
+    char *message; // staging of comm_gather() and comm_agree()
+    char *answers; // host: what comm_gather() returns
 } Comm;
 
 static inline size_t comm_type_bytes(ncclDataType_t type) {
@@ -82,31 +99,81 @@ static inline size_t comm_type_bytes(ncclDataType_t type) {
     }
 }
 
-// Opens the communicators of this rank; shard_group divides world_size; with memory->planning nothing is opened, and
-// `stream` is not used. A rank that waits for the others for longer than `timeout` seconds dies (NCCL's interface has
-// no such setting; the CPU device reads it from the environment).
-static inline void comm_init(Comm *comm, Memory *memory, int rank, int world_size, int shard_group, int64_t timeout,
-                             cudaStream_t stream) {
+static inline Group comm_group(int id, int rank, int size, cudaStream_t stream) {
+    Group group;
+    memset(&group, 0, sizeof group);
+    group.id = id;
+    group.rank = rank;
+    group.size = size;
+    group.stream = stream;
+    return group;
+}
+
+// Opens the ways between stages. wrap: from the last to the first too, where a rank holds several stages. A rank takes
+// part in two links, to its left and to its right, so they are opened in three turns: links of even and of odd number,
+// and the last.
+static inline void comm_open_channels(Comm *comm, bool wrap) {
+    const int P = comm->grid.pipeline, p = comm->pipeline_rank, column = comm->rank % (comm->world_size / P);
+    for (int direction = 0; direction < 2 && P > 1; direction++)
+        for (int turn = 0; turn < 3; turn++) {
+            const int right = p == P - 1 ? 2 : p % 2, left_link = p == 0 ? P - 1 : p - 1;
+            const int left = left_link == P - 1 ? 2 : left_link % 2;
+            const bool at_right = turn == right, exists = turn < 2 || wrap; // this rank begins the link
+            const bool takes_part = exists && (at_right || turn == left);
+            const bool sends = at_right == (direction == 0);
+            const int link = at_right ? p : left_link, kind = 2 * direction + (sends ? 1 : 0); // FORWARD_IN, ...
+            Group *channel = &comm->channels[kind];
+            if (takes_part) *channel = comm_group(8 + kind, sends ? 0 : 1, 2, NULL);
+            if (comm->planning) continue;
+            const int color = takes_part ? link * (comm->world_size / P) + column : NCCL_SPLIT_NOCOLOR;
+            ncclComm_t opened = NULL;
+            nccl_check(ncclCommSplit(comm->world.nccl, color, sends ? 0 : 1, &opened, NULL));
+            if (!takes_part) continue;
+            channel->nccl = opened;
+            cuda_check(cudaStreamCreateWithFlags(&channel->stream, cudaStreamNonBlocking));
+        }
+}
+
+// What a run chooses.
+typedef struct {
+    Grid grid;
+    int shard_group;      // divides grid.data
+    bool pipeline_chunks; // a rank holds several stages
+    int64_t timeout;      // seconds
+} CommOptions;
+
+// Opens the communicators of this rank; with memory->planning nothing is opened, and the streams are not used:
+// `compute` for what tensor ranks exchange, `communication` for the rest. A rank that waits for the others for longer
+// than `timeout` seconds dies (NCCL's interface has no such setting; the CPU device reads it from the environment).
+static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOptions *options, cudaStream_t compute,
+                             cudaStream_t communication) {
     memset(comm, 0, sizeof *comm);
+    const Grid grid = options->grid;
+    const int shard_group = options->shard_group, world_size = grid.tensor * grid.data * grid.pipeline;
+    const int tensor_rank = rank % grid.tensor, data_rank = rank / grid.tensor % grid.data;
     comm->rank = rank;
     comm->world_size = world_size;
+    comm->grid = grid;
+    comm->pipeline_rank = rank / grid.tensor / grid.data;
     comm->planning = memory->planning;
-    comm->stream = stream;
-    comm->world.rank = comm->data.rank = rank;
-    comm->world.size = comm->data.size = world_size;
-    comm->data.id = 1;
-    comm->shard.id = 2;
-    comm->replica.id = 3;
-    comm->shard.rank = rank % shard_group;
-    comm->shard.size = shard_group;
-    comm->replica.rank = rank / shard_group;
-    comm->replica.size = world_size / shard_group;
+    comm->stream = communication;
+    comm->world = comm_group(0, rank, world_size, communication);
+    comm->data = comm_group(1, data_rank, grid.data, communication);
+    comm->shard = comm_group(2, data_rank % shard_group, shard_group, communication);
+    comm->replica = comm_group(3, data_rank / shard_group, grid.data / shard_group, communication);
+    comm->tensor = comm_group(4, tensor_rank, grid.tensor, compute);
+    const bool first = comm->pipeline_rank == 0, last = comm->pipeline_rank == grid.pipeline - 1;
+    const bool is_tied = grid.pipeline > 1 && (first || last);
+    comm->tied = comm_group(5, is_tied && last ? 1 : 0, is_tied ? 2 : 1, communication);
     size_t message_bytes = ((size_t)world_size + 1) * COMM_MAX_MESSAGE;
     if (message_bytes < sizeof(Error)) message_bytes = sizeof(Error);
     comm->message = (char *)memory_alloc(memory, MEMORY_COMMUNICATION, message_bytes);
-    if (comm->planning) return;
+    if (comm->planning) {
+        comm_open_channels(comm, options->pipeline_chunks);
+        return;
+    }
     char seconds[32];
-    snprintf(seconds, sizeof seconds, "%lld", (long long)timeout);
+    snprintf(seconds, sizeof seconds, "%lld", (long long)options->timeout);
     setenv("TRAIN_GPT_TIMEOUT", seconds, 1);
     comm->answers = (char *)malloc((size_t)world_size * COMM_MAX_MESSAGE);
     if (comm->answers == NULL) die("no room for the answers of %d ranks", world_size);
@@ -115,15 +182,36 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, int world_siz
     ncclResult_t status = ncclCommInitRank(&comm->world.nccl, world_size, id, rank);
     if (status != ncclSuccess)
         die("cannot join the other ranks: %s (%s)", ncclGetErrorString(status), ncclGetLastError(NULL));
-    nccl_check(ncclCommSplit(comm->world.nccl, 0, rank, &comm->data.nccl, NULL));
+    // Ranks with the same color come together.
+    const int row = comm->pipeline_rank * grid.data + data_rank,
+              stage = comm->pipeline_rank * grid.tensor + tensor_rank;
+    nccl_check(ncclCommSplit(comm->world.nccl, stage, rank, &comm->data.nccl, NULL));
     nccl_check(ncclCommSplit(comm->data.nccl, comm->replica.rank, rank, &comm->shard.nccl, NULL));
     nccl_check(ncclCommSplit(comm->data.nccl, comm->shard.rank, rank, &comm->replica.nccl, NULL));
+    nccl_check(ncclCommSplit(comm->world.nccl, row, rank, &comm->tensor.nccl, NULL));
+    const int column = is_tied ? rank % (grid.tensor * grid.data) : NCCL_SPLIT_NOCOLOR;
+    nccl_check(ncclCommSplit(comm->world.nccl, column, rank, &comm->tied.nccl, NULL));
+    comm_open_channels(comm, options->pipeline_chunks);
+}
+
+// Waits for everything that this rank has been given to exchange.
+static inline void comm_synchronize(Comm *comm) {
+    cuda_check(cudaStreamSynchronize(comm->stream));
+    for (int i = 0; i < CHANNELS; i++)
+        if (comm->channels[i].size > 0) cuda_check(cudaStreamSynchronize(comm->channels[i].stream));
 }
 
 // Closes the communicators; every rank must call it.
 static inline void comm_free(Comm *comm) {
     if (comm->planning) return;
-    cuda_check(cudaStreamSynchronize(comm->stream));
+    comm_synchronize(comm);
+    for (int i = 0; i < CHANNELS; i++) {
+        if (comm->channels[i].size == 0) continue;
+        nccl_check(ncclCommDestroy(comm->channels[i].nccl));
+        cuda_check(cudaStreamDestroy(comm->channels[i].stream));
+    }
+    if (comm->tied.nccl != NULL) nccl_check(ncclCommDestroy(comm->tied.nccl));
+    nccl_check(ncclCommDestroy(comm->tensor.nccl));
     nccl_check(ncclCommDestroy(comm->replica.nccl));
     nccl_check(ncclCommDestroy(comm->shard.nccl));
     nccl_check(ncclCommDestroy(comm->data.nccl));
@@ -137,16 +225,17 @@ static inline void comm_count(Comm *comm, CommKind kind, const Group *group, uin
     CommCount *count = &comm->counts.kind[kind];
     count->calls++;
     count->payload_bytes += payload_bytes;
-    // Buffers are padded so that n divides them: the division is exact.
-    count->bus_bytes += point_to_point ? payload_bytes : passes * (n - 1) * (payload_bytes / n);
+    // (n-1)/n of it, without overflow; flat buffers are padded so that n divides them.
+    const uint64_t share = (n - 1) * (payload_bytes / n) + (n - 1) * (payload_bytes % n) / n;
+    count->bus_bytes += point_to_point ? payload_bytes : passes * share;
     comm->sequence = random_mix(comm->sequence + payload_bytes * COMM_KINDS + (uint64_t)kind) + (uint64_t)group->id;
 }
 
-// buffer[i] = sum over the group's ranks, in rank order, in place, on the communication stream.   count elements
+// buffer[i] = sum over the group's ranks, in rank order, in place, on the group's stream.   count elements
 static inline void comm_all_reduce(Comm *comm, const Group *group, void *buffer, size_t count, ncclDataType_t type) {
     comm_count(comm, COMM_ALL_REDUCE, group, count * comm_type_bytes(type));
     if (comm->planning) return;
-    nccl_check(ncclAllReduce(buffer, buffer, count, type, ncclSum, group->nccl, comm->stream));
+    nccl_check(ncclAllReduce(buffer, buffer, count, type, ncclSum, group->nccl, group->stream));
 }
 
 // shard = this rank's part of the sum of `full` over the group's ranks, in rank order. full: group->size parts of
@@ -155,7 +244,7 @@ static inline void comm_reduce_scatter(Comm *comm, const Group *group, void *sha
                                        ncclDataType_t type) {
     comm_count(comm, COMM_REDUCE_SCATTER, group, count * (size_t)group->size * comm_type_bytes(type));
     if (comm->planning) return;
-    nccl_check(ncclReduceScatter(full, shard, count, type, ncclSum, group->nccl, comm->stream));
+    nccl_check(ncclReduceScatter(full, shard, count, type, ncclSum, group->nccl, group->stream));
 }
 
 // full = every rank's shard, in rank order. shard: `count` elements, anywhere, or this rank's part of full.
@@ -163,7 +252,20 @@ static inline void comm_all_gather(Comm *comm, const Group *group, void *full, c
                                    ncclDataType_t type) {
     comm_count(comm, COMM_ALL_GATHER, group, count * (size_t)group->size * comm_type_bytes(type));
     if (comm->planning) return;
-    nccl_check(ncclAllGather(shard, full, count, type, group->nccl, comm->stream));
+    nccl_check(ncclAllGather(shard, full, count, type, group->nccl, group->stream));
+}
+
+// Sends to, or receives from, the neighbouring stage at the other end of a channel.   count elements
+static inline void comm_send(Comm *comm, const Group *channel, const void *buffer, size_t count, ncclDataType_t type) {
+    comm_count(comm, COMM_SEND, channel, count * comm_type_bytes(type));
+    if (comm->planning) return;
+    nccl_check(ncclSend(buffer, count, type, 1, channel->nccl, channel->stream));
+}
+
+static inline void comm_recv(Comm *comm, const Group *channel, void *buffer, size_t count, ncclDataType_t type) {
+    comm_count(comm, COMM_RECV, channel, count * comm_type_bytes(type));
+    if (comm->planning) return;
+    nccl_check(ncclRecv(buffer, count, type, 0, channel->nccl, channel->stream));
 }
 
 // Every rank's `bytes` bytes, in rank order, to every rank: returns world_size times `bytes`, valid until the next

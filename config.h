@@ -221,17 +221,8 @@ static inline bool config_check_built(Config *config, Error *error) {
         const char *built;
     } Built;
     static const Built limits[] = {
-        {CONFIG_strategy, "ddp|zero1|zero2|zero3"},
-        {CONFIG_tensor_parallel, "1"},
-        {CONFIG_pipeline_parallel, "1"},
-        {CONFIG_pipeline_chunks, "1"},
-        {CONFIG_sequence_parallel, "false"},
-        {CONFIG_recompute, "none|full"},
-        {CONFIG_offload, "none"},
-        {CONFIG_checkpoint_every, "0"},
-        {CONFIG_resume, "never"},
-        {CONFIG_init_from, ""},
-        {CONFIG_checkpoint_major_every, "0"},
+        {CONFIG_recompute, "none|full"}, {CONFIG_offload, "none"}, {CONFIG_checkpoint_every, "0"},
+        {CONFIG_resume, "never"},        {CONFIG_init_from, ""},   {CONFIG_checkpoint_major_every, "0"},
     };
     OptionTable table = config_table(config);
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
@@ -261,13 +252,65 @@ static inline bool config_check_model(Config *config, Error *error) {
     return true;
 }
 
+// The numbers from 1 to `most` that divide both a and b, as text.
+static inline const char *config_common_divisors(int64_t a, int64_t b, int64_t most, char text[256]) {
+    text[0] = '\0';
+    for (int64_t d = 1; d <= most && d <= a && strlen(text) < 256 - 24; d++)
+        if (a % d == 0 && b % d == 0) snprintf(text + strlen(text), 24, "%s%lld", d > 1 ? ", " : "", (long long)d);
+    return text;
+}
+
+// The grid of ranks: world_size = tensor_parallel * data_parallel * pipeline_parallel.
+static inline bool config_check_grid(Config *config, int world_size, Error *error) {
+    char legal[256];
+    const bool tensor_only = strcmp(config->strategy, "tp") == 0;
+    if (tensor_only && config->tensor_parallel != world_size) {
+        if (config->sources[CONFIG_tensor_parallel] != FROM_DEFAULT)
+            return config_error(config, CONFIG_tensor_parallel, error,
+                                "strategy tp splits each layer over all %d ranks, %lld differs from that; with another "
+                                "strategy it may be fewer",
+                                world_size, (long long)config->tensor_parallel);
+        config->tensor_parallel = world_size;
+    }
+    const int64_t T = config->tensor_parallel, P = config->pipeline_parallel, V = config->pipeline_chunks;
+    if (config->n_head % T != 0)
+        return config_error(config, tensor_only ? CONFIG_strategy : CONFIG_tensor_parallel, error,
+                            "%lld ranks cannot share n_head %lld evenly, a head is never cut; what divides: %s",
+                            (long long)T, (long long)config->n_head,
+                            config_common_divisors(config->n_head, config->n_head, config->n_head, legal));
+    if (P > config->n_layer)
+        return config_error(config, CONFIG_pipeline_parallel, error,
+                            "%lld stages need a layer each, n_layer is %lld; at most that is needed", (long long)P,
+                            (long long)config->n_layer);
+    if (world_size % (T * P) != 0)
+        return config_error(
+            config, P > 1 && world_size % P != 0 ? CONFIG_pipeline_parallel : CONFIG_tensor_parallel, error,
+            "tensor_parallel %lld times pipeline_parallel %lld do not divide the %d ranks; the numbers "
+            "that do: %s",
+            (long long)T, (long long)P, world_size, config_common_divisors(world_size, world_size, world_size, legal));
+    if (V > 1 && P == 1)
+        return config_error(config, CONFIG_pipeline_chunks, error,
+                            "%lld groups of layers are interleaved between stages, but pipeline_parallel is 1; without "
+                            "a pipeline 1 is needed",
+                            (long long)V);
+    if (P * V > config->n_layer)
+        return config_error(config, CONFIG_pipeline_chunks, error,
+                            "%lld stages of %lld groups need a layer each, n_layer is %lld; at most %lld groups are "
+                            "needed",
+                            (long long)P, (long long)V, (long long)config->n_layer, (long long)(config->n_layer / P));
+    if (config->sequence_parallel && T == 1)
+        return config_error(config, CONFIG_sequence_parallel, error,
+                            "true shares rows among tensor-parallel ranks, but tensor_parallel is 1; false is needed");
+    config->data_parallel = world_size / (T * P);
+    return true;
+}
+
 static inline bool config_check_batch(Config *config, int world_size, Error *error) {
     if (config->sources[CONFIG_nproc] == FROM_FLAG && config->nproc != world_size)
         return config_error(config, CONFIG_nproc, error,
                             "%lld ranks to start, but this is already one of %d ranks; leave --nproc out",
                             (long long)config->nproc, world_size);
     config->nproc = world_size;
-    config->data_parallel = world_size / (config->tensor_parallel * config->pipeline_parallel);
 
     if (config->sequence_length == 0) config->sequence_length = config->context_length;
     if (config->sequence_length > config->context_length)
@@ -301,6 +344,22 @@ static inline bool config_check_batch(Config *config, int world_size, Error *err
                             nearest);
     }
     config->micro_batches = config->tokens_per_step / unit;
+    if (config->sequence_parallel && config->sequence_length % config->tensor_parallel != 0)
+        return config_error(config, CONFIG_sequence_parallel, error,
+                            "tensor_parallel %lld ranks cannot share sequence_length %lld evenly, the nearest: %lld",
+                            (long long)config->tensor_parallel, (long long)config->sequence_length,
+                            (long long)(config->sequence_length / config->tensor_parallel * config->tensor_parallel));
+    if (config->pipeline_chunks > 1 && config->micro_batches % config->pipeline_parallel != 0) {
+        const int64_t P = config->pipeline_parallel, below = config->micro_batches / P * P;
+        char nearest[64];
+        snprintf(nearest, sizeof nearest, below > 0 ? "%lld or %lld" : "%lld",
+                 (long long)((below > 0 ? below : P) * unit), (long long)((below + P) * unit));
+        return config_error(
+            config, CONFIG_pipeline_chunks, error,
+            "%lld needs micro-batches in multiples of pipeline_parallel %lld, there are %lld; the nearest "
+            "tokens_per_step: %s",
+            (long long)config->pipeline_chunks, (long long)P, (long long)config->micro_batches, nearest);
+    }
     return true;
 }
 
@@ -337,7 +396,10 @@ static inline bool config_check_numerics(Config *config, Error *error) {
 // shard_group: 0 becomes all data-parallel ranks, node those of a machine.
 static inline bool config_check_sharding(Config *config, int node_ranks, Error *error) {
     const int64_t n = config->data_parallel;
-    if (config->shard_group < 0) config->shard_group = node_ranks < n ? node_ranks : n;
+    if (config->shard_group < 0) { // of the ranks of a node, tensor ranks are no replicas of one another
+        const int64_t node = node_ranks > config->tensor_parallel ? node_ranks / config->tensor_parallel : 1;
+        config->shard_group = node < n ? node : n;
+    }
     config->shard_ranks = config->shard_group == 0 ? n : config->shard_group;
     if (config->shard_ranks != n && strcmp(config->strategy, "zero3") != 0)
         return config_error(config, CONFIG_shard_group, error,
@@ -359,8 +421,9 @@ static inline bool config_check(Config *config, int world_size, int node_ranks, 
     if (strcmp(config->strategy, "fsdp") == 0) snprintf(config->strategy, sizeof config->strategy, "zero3");
     if (!config_check_built(config, error) || !config_check_numerics(config, error)) return false;
     if (config->plan && config->plan_parameters > 0) return true; // arithmetic alone: neither shape nor batch
-    if (!config_check_model(config, error) || !config_check_batch(config, world_size, error) ||
-        !config_check_schedule(config, error) || !config_check_sharding(config, node_ranks, error))
+    if (!config_check_grid(config, world_size, error) || !config_check_model(config, error) ||
+        !config_check_batch(config, world_size, error) || !config_check_schedule(config, error) ||
+        !config_check_sharding(config, node_ranks, error))
         return false;
     if (config->plan) return true; // which reads no data
     if (config->train_data[0] == '\0')

@@ -1,11 +1,18 @@
 // gpt.h: the model: activations, forward and backward.
 //
 // GPT-2: learned positions, layer norm before attention and MLP (epsilon 1e-5), biases everywhere, tanh GELU, head tied
-// to wte (Radford et al. 2019; GPT-3 has the same shape, Brown et al. 2020). The vocabulary is padded to a multiple of
-// 128 and the padding is masked out of the softmax. Forward and backward are written out by hand, one unit at a time;
-// the model walks the list of uses (zero.h) and never knows how parameters are sharded.
+// to wte (Radford et al. 2019; GPT-3 has the same shape, Brown et al. 2020). The vocabulary is padded and the padding
+// is masked out of the softmax. Forward and backward are written out by hand, one unit at a time; the model walks the
+// list of uses (zero.h) and never knows how parameters are sharded, nor, but for who holds which rows and heads, that
+// other ranks have slices of its layers (tensor_parallel.h).
 //
-// All activations stand in one arena, allocated once. Shapes: B sequences of T tokens, rows = B T, C channels.
+// A rank computes chunks of consecutive blocks, the first with the embeddings, the last with the head and the loss; all
+// in one unless the model is cut into pipeline stages. A chunk keeps the activations of as many micro-batches as are
+// alive at once, in slots used in turn. All activations stand in one arena, allocated once. With a planning Memory
+// nothing is computed, but uses and exchanges are walked and counted.
+//
+// Shapes: B sequences of T tokens, rows = B T, own = those of them that this rank computes between matrices (all,
+// unless sequence parallelism shares them), C channels, S tensor ranks.
 #ifndef GPT_H
 #define GPT_H
 
@@ -13,25 +20,40 @@
 #include "memory.h"
 #include "ops.h"
 #include "random.h"
+#include "tensor_parallel.h"
 #include "zero.h"
 
 // What a block's forward keeps for its backward.
 typedef struct {
-    floatX *ln1;                                      // (rows, C)
-    floatX *qkv;                                      // (rows, 3C)
-    floatX *att;                                      // (rows, C)
-    floatX *residual;                                 // (rows, C) input + attention branch
-    floatX *ln2;                                      // (rows, C)
-    floatX *mlp;                                      // (rows, 4C) before GELU
-    floatX *mlp_gelu;                                 // (rows, 4C)
-    float *ln1_mean, *ln1_rstd, *ln2_mean, *ln2_rstd; // (rows)
-    float *lse;                                       // (B, NH, T)
+    floatX *ln1;                                      // (own, C)
+    floatX *qkv;                                      // (rows, 3C/S)
+    floatX *att;                                      // (rows, C/S)
+    floatX *residual;                                 // (own, C) input + attention branch
+    floatX *ln2;                                      // (own, C)
+    floatX *mlp;                                      // (rows, 4C/S) before GELU
+    floatX *mlp_gelu;                                 // (rows, 4C/S)
+    float *ln1_mean, *ln1_rstd, *ln2_mean, *ln2_rstd; // (own)
+    float *lse;                                       // (B, NH/S, T)
 } BlockActivations;
+
+// One micro-batch in one chunk.
+typedef struct {
+    int *inputs, *targets;    // (rows): of the first and the last chunk
+    floatX *x;                // (n_layers + 1, own, C): inputs of the blocks, and the last one's output
+    BlockActivations *blocks; // (n_layers); with recompute all are the same memory
+} Activations;
+
+typedef struct {
+    int count; // micro-batches that are alive at once
+    Activations *slot;
+} ChunkActivations;
 
 typedef struct {
     const Layout *layout;
     Ops *ops;
     Zero *zero;
+    TensorParallel *tp;
+    bool planning;
     int B, T; // the largest batch
     int logit_rows;
     float dropout;
@@ -40,24 +62,21 @@ typedef struct {
 
     char *arena;
     size_t arena_bytes;
-    int *inputs, *targets;    // (rows)
-    floatX *x;                // (L + 1, rows, C): inputs of the blocks, and of the final layer norm
-    BlockActivations *blocks; // (L); with recompute all are the same memory
-    floatX *lnf;              // (rows, C)
+    ChunkActivations *chunks; // (layout->n_chunks)
+    floatX *lnf;              // (own, C)
     float *lnf_mean, *lnf_rstd;
-    floatX *logits; // (logit_rows, Vp): a chunk; becomes its gradient
-    float *losses;  // (rows)
+    floatX *logits;    // (logit_rows, Vp/S): a chunk of rows; becomes its gradient
+    float *losses;     // (rows)
+    float *statistics; // (1 + S, logit_rows, 3) of the softmax; NULL with one tensor rank
     double *loss_sum;
 
     // Gradients of activations, alive within one block, except dx that flows through all.
-    floatX *dx;     // (rows, C) of the residual stream
-    floatX *branch; // (rows, C) output of a branch in forward; its input's gradient in backward
-    floatX *wide;   // (rows, 4C)
-    floatX *masked; // (rows, C) dx under a dropout mask; NULL without dropout
-
-    Use *train, *forward; // the uses of a step, all its micro-batches, and of a pass that only goes forward
-    int n_train, n_forward;
-    int micro_uses; // of one micro-batch of a step
+    floatX *dx[2];     // (own, C) of the residual stream; with a pipeline two in turn, one may be on its way
+    floatX *branch;    // (rows, C) output of a branch in forward; its input's gradient in backward
+    floatX *wide;      // (rows, 4C/S)
+    floatX *masked;    // (own, C) dx under a dropout mask; NULL without dropout
+    floatX *gathered;  // (rows, C) input of a pair of matrices; NULL without sequence parallelism
+    floatX *dgathered; // (rows, C) gradient of its output; NULL without sequence parallelism
 } GPT;
 
 // One micro-batch of a pass.
@@ -83,47 +102,70 @@ static inline size_t arena_carve(size_t *used, size_t bytes) {
 
 // Lays out the arena: sets every pointer when the arena exists; always returns the bytes that it takes.
 static inline size_t gpt_carve(GPT *model) {
-    const size_t rows = (size_t)model->B * (size_t)model->T, C = (size_t)model->layout->shape.n_embd;
-    const size_t n = rows * C * sizeof(floatX), heads = (size_t)model->layout->shape.n_head;
-    const int L = model->layout->shape.n_layer;
+    const Layout *layout = model->layout;
+    const size_t rows = (size_t)model->B * (size_t)model->T, C = (size_t)layout->shape.n_embd;
+    const size_t own = tp_rows(model->tp, rows), S = (size_t)model->tp->size;
+    const size_t n = rows * C * sizeof(floatX), n_own = own * C * sizeof(floatX);
+    const size_t heads = (size_t)layout->shape.n_head / S;
+    const bool pipeline = layout->cut.pipeline_parallel > 1;
+    BlockActivations shared; // with recompute
+    bool has_shared = false;
     size_t used = 0;
 #define CARVE(field, type, bytes)                                           \
     do {                                                                    \
         const size_t at_ = arena_carve(&used, bytes);                       \
         field = model->arena ? (type *)(void *)(model->arena + at_) : NULL; \
     } while (0)
-    CARVE(model->inputs, int, rows * sizeof(int));
-    CARVE(model->targets, int, rows * sizeof(int));
-    CARVE(model->x, floatX, ((size_t)L + 1) * n);
-    for (int l = 0; l < L; l++) {
-        BlockActivations *block = &model->blocks[l];
-        if (model->recompute && l > 0) {
-            *block = model->blocks[0];
-            continue;
+    memset(&shared, 0, sizeof shared);
+    for (int c = 0; c < layout->n_chunks; c++) {
+        const Chunk *chunk = &layout->chunks[c];
+        for (int i = 0; i < model->chunks[c].count; i++) {
+            Activations *a = &model->chunks[c].slot[i];
+            if (chunk->first) CARVE(a->inputs, int, rows * sizeof(int));
+            if (chunk->last) CARVE(a->targets, int, rows * sizeof(int));
+            CARVE(a->x, floatX, ((size_t)chunk->n_layers + 1) * n_own);
+            for (int l = 0; l < chunk->n_layers; l++) {
+                BlockActivations *block = &a->blocks[l];
+                if (has_shared) {
+                    *block = shared;
+                    continue;
+                }
+                CARVE(block->ln1, floatX, n_own);
+                CARVE(block->qkv, floatX, 3 * n / S);
+                CARVE(block->att, floatX, n / S);
+                CARVE(block->residual, floatX, n_own);
+                CARVE(block->ln2, floatX, n_own);
+                CARVE(block->mlp, floatX, 4 * n / S);
+                CARVE(block->mlp_gelu, floatX, 4 * n / S);
+                CARVE(block->ln1_mean, float, own * sizeof(float));
+                CARVE(block->ln1_rstd, float, own * sizeof(float));
+                CARVE(block->ln2_mean, float, own * sizeof(float));
+                CARVE(block->ln2_rstd, float, own * sizeof(float));
+                CARVE(block->lse, float, rows *heads * sizeof(float));
+                shared = *block;
+                has_shared = model->recompute;
+            }
         }
-        CARVE(block->ln1, floatX, n);
-        CARVE(block->qkv, floatX, 3 * n);
-        CARVE(block->att, floatX, n);
-        CARVE(block->residual, floatX, n);
-        CARVE(block->ln2, floatX, n);
-        CARVE(block->mlp, floatX, 4 * n);
-        CARVE(block->mlp_gelu, floatX, 4 * n);
-        CARVE(block->ln1_mean, float, rows * sizeof(float));
-        CARVE(block->ln1_rstd, float, rows * sizeof(float));
-        CARVE(block->ln2_mean, float, rows * sizeof(float));
-        CARVE(block->ln2_rstd, float, rows * sizeof(float));
-        CARVE(block->lse, float, rows *heads * sizeof(float));
     }
-    CARVE(model->lnf, floatX, n);
-    CARVE(model->lnf_mean, float, rows * sizeof(float));
-    CARVE(model->lnf_rstd, float, rows * sizeof(float));
-    CARVE(model->logits, floatX, (size_t)model->logit_rows * (size_t)model->layout->padded_vocab * sizeof(floatX));
-    CARVE(model->losses, float, rows * sizeof(float));
+    if (layout->final >= 0) {
+        CARVE(model->lnf, floatX, n_own);
+        CARVE(model->lnf_mean, float, own * sizeof(float));
+        CARVE(model->lnf_rstd, float, own * sizeof(float));
+        CARVE(model->logits, floatX, (size_t)model->logit_rows * (size_t)model->tp->vocab_rows * sizeof(floatX));
+        CARVE(model->losses, float, rows * sizeof(float));
+        if (S > 1) CARVE(model->statistics, float, (1 + S) * (size_t)model->logit_rows * 3 * sizeof(float));
+    }
     CARVE(model->loss_sum, double, sizeof(double));
-    CARVE(model->dx, floatX, n);
+    CARVE(model->dx[0], floatX, n_own);
+    model->dx[1] = model->dx[0];
+    if (pipeline) CARVE(model->dx[1], floatX, n_own);
     CARVE(model->branch, floatX, n);
-    CARVE(model->wide, floatX, 4 * n);
-    if (model->dropout > 0) CARVE(model->masked, floatX, n);
+    CARVE(model->wide, floatX, 4 * n / S);
+    if (model->dropout > 0) CARVE(model->masked, floatX, n_own);
+    if (model->tp->sequence) {
+        CARVE(model->gathered, floatX, n);
+        CARVE(model->dgathered, floatX, n);
+    }
 #undef CARVE
     return used;
 }
@@ -133,33 +175,41 @@ static inline int gpt_logit_rows(int B, int T, int chunks) {
     return (B * T + chunks - 1) / chunks;
 }
 
-// The uses of a pass, in order: forward, and backward if `train`, of each micro-batch; returns their number. uses NULL:
-// only counts. wte and wpe are used together at the beginning; the backward of wte and wpe needs no parameters.
-static inline int gpt_list_uses(const Layout *layout, int micro_batches, bool train, Use *uses) {
+// The uses of one pass of a micro-batch through a chunk, in order; returns their number. uses NULL: only counts. train:
+// a backward will follow a forward. wte and wpe are used together at the beginning; the backward of wte and wpe needs
+// no parameters. The head's part of wte's gradient is completed by the embedding's backward, if that is on this rank.
+static inline int gpt_list_uses(const Layout *layout, const Chunk *chunk, bool backward, bool train, int micro,
+                                Use *uses) {
     int n = 0;
-    const int L = layout->shape.n_layer, first = layout->first_block;
-#define USE(unit_, kind_, reads_, read_again_) \
-    do {                                       \
-        if (uses != NULL) {                    \
-            uses[n].unit = unit_;              \
-            uses[n].kind = kind_;              \
-            uses[n].micro = micro;             \
-            uses[n].reads = reads_;            \
-            uses[n].read_again = read_again_;  \
-        }                                      \
-        n++;                                   \
+#define USE(unit_, kind_, reads_, read_again_, completes_) \
+    do {                                                   \
+        if (uses != NULL) {                                \
+            uses[n].unit = unit_;                          \
+            uses[n].kind = kind_;                          \
+            uses[n].micro = micro;                         \
+            uses[n].reads = reads_;                        \
+            uses[n].read_again = read_again_;              \
+            uses[n].completes = completes_;                \
+        }                                                  \
+        n++;                                               \
     } while (0)
-    for (int micro = 0; micro < micro_batches; micro++) {
-        USE(layout->wte, USE_FORWARD, true, true);
-        USE(layout->wpe, USE_FORWARD, true, false);
-        for (int l = 0; l < L; l++) USE(first + l, USE_FORWARD, true, train);
-        USE(layout->final, USE_FORWARD, true, train);
-        USE(layout->wte, USE_HEAD, true, false);
-        if (!train) continue;
-        USE(layout->final, USE_BACKWARD, true, false);
-        for (int l = L - 1; l >= 0; l--) USE(first + l, USE_BACKWARD, true, false);
-        USE(layout->wpe, USE_BACKWARD, false, false);
-        USE(layout->wte, USE_BACKWARD, false, false);
+    if (!backward) {
+        if (chunk->first) {
+            USE(layout->wte, USE_FORWARD, true, chunk->last, false);
+            USE(layout->wpe, USE_FORWARD, true, false, false);
+        }
+        for (int l = 0; l < chunk->n_layers; l++) USE(chunk->first_unit + l, USE_FORWARD, true, train, false);
+        if (chunk->last) {
+            USE(layout->final, USE_FORWARD, true, train, false);
+            USE(layout->wte, USE_HEAD, true, false, train && !chunk->first);
+        }
+        return n;
+    }
+    if (chunk->last) USE(layout->final, USE_BACKWARD, true, false, true);
+    for (int l = chunk->n_layers - 1; l >= 0; l--) USE(chunk->first_unit + l, USE_BACKWARD, true, false, true);
+    if (chunk->first) {
+        USE(layout->wpe, USE_BACKWARD, false, false, true);
+        USE(layout->wte, USE_BACKWARD, false, false, true);
     }
 #undef USE
     return n;
@@ -167,52 +217,57 @@ static inline int gpt_list_uses(const Layout *layout, int micro_batches, bool tr
 
 // What a run chooses.
 typedef struct {
-    int B, T;          // the largest micro-batch
-    int micro_batches; // of a step
+    int B, T; // the largest micro-batch
     int classifier_chunks;
     float dropout;
     bool recompute;
     uint64_t seed;
 } GPTOptions;
 
-// Allocates the activations.
-static inline void gpt_init(GPT *model, Memory *memory, const Layout *layout, Ops *ops, Zero *zero,
-                            const GPTOptions *options) {
+// Allocates the activations. alive: of each chunk, the micro-batches whose activations it keeps at once.
+static inline void gpt_init(GPT *model, Memory *memory, const Layout *layout, Ops *ops, Zero *zero, TensorParallel *tp,
+                            const int *alive, const GPTOptions *options) {
     memset(model, 0, sizeof *model);
     model->layout = layout;
     model->ops = ops;
     model->zero = zero;
+    model->tp = tp;
+    model->planning = memory->planning;
     model->B = options->B;
     model->T = options->T;
     model->logit_rows = gpt_logit_rows(options->B, options->T, options->classifier_chunks);
     model->dropout = options->dropout;
     model->recompute = options->recompute;
     model->seed = options->seed;
-    const size_t L = (size_t)layout->shape.n_layer;
-    model->n_train = gpt_list_uses(layout, options->micro_batches, true, NULL);
-    model->micro_uses = model->n_train / options->micro_batches;
-    model->n_forward = gpt_list_uses(layout, 1, false, NULL);
-    model->blocks = (BlockActivations *)calloc(L, sizeof(BlockActivations));
-    model->train = (Use *)calloc((size_t)model->n_train, sizeof(Use));
-    model->forward = (Use *)calloc((size_t)model->n_forward, sizeof(Use));
-    if (model->blocks == NULL || model->train == NULL || model->forward == NULL)
-        die("no room for a model of %zu blocks", L);
-    gpt_list_uses(layout, options->micro_batches, true, model->train);
-    gpt_list_uses(layout, 1, false, model->forward);
+    model->chunks = (ChunkActivations *)table_alloc((size_t)layout->n_chunks, sizeof(ChunkActivations));
+    for (int c = 0; c < layout->n_chunks; c++) {
+        model->chunks[c].count = alive[c];
+        model->chunks[c].slot = (Activations *)table_alloc((size_t)alive[c], sizeof(Activations));
+        for (int i = 0; i < alive[c]; i++)
+            model->chunks[c].slot[i].blocks =
+                (BlockActivations *)table_alloc((size_t)layout->chunks[c].n_layers, sizeof(BlockActivations));
+    }
     model->arena_bytes = gpt_carve(model);
     model->arena = (char *)memory_alloc(memory, MEMORY_ACTIVATIONS, model->arena_bytes);
     gpt_carve(model);
 }
 
 static inline void gpt_free(GPT *model) {
-    free(model->blocks);
-    free(model->train);
-    free(model->forward);
+    for (int c = 0; c < model->layout->n_chunks; c++) {
+        for (int i = 0; i < model->chunks[c].count; i++) free(model->chunks[c].slot[i].blocks);
+        free(model->chunks[c].slot);
+    }
+    free(model->chunks);
 }
 
-// Dropout at one place of the model; `per_sequence` elements of it belong to one sequence.
+// The activations of a micro-batch in a chunk.
+static inline Activations *gpt_activations(const GPT *model, int chunk, int micro) {
+    return &model->chunks[chunk].slot[micro % model->chunks[chunk].count];
+}
+
+// Dropout at one place of the model; `per_sequence` elements of it belong to one sequence of the whole model.
 static inline Dropout gpt_dropout(const GPT *model, const MicroBatch *batch, int layer, int site, size_t per_sequence) {
-    Dropout dropout = {0, 0, 0};
+    Dropout dropout = {0, 0, 0, 0};
     if (!batch->train || model->dropout == 0) return dropout;
     dropout.rate = model->dropout;
     dropout.key = random_key(model->seed, RANDOM_DROPOUT, (uint64_t)batch->step, (uint64_t)(layer * SITES + site));
@@ -220,236 +275,311 @@ static inline Dropout gpt_dropout(const GPT *model, const MicroBatch *batch, int
     return dropout;
 }
 
+// On the residual stream: of this rank's rows.
 static inline Dropout gpt_residual_dropout(const GPT *model, const MicroBatch *batch, int layer, int site) {
-    return gpt_dropout(model, batch, layer, site, (size_t)batch->T * (size_t)model->layout->shape.n_embd);
+    const size_t C = (size_t)model->layout->shape.n_embd, T = (size_t)batch->T;
+    Dropout dropout = gpt_dropout(model, batch, layer, site, T * C);
+    dropout.first += tp_first_row(model->tp, (size_t)batch->B * T) * C;
+    return dropout;
 }
 
+// On the embedding's sum, before it is shared: of all rows.
+static inline Dropout gpt_embedding_dropout(const GPT *model, const MicroBatch *batch) {
+    return gpt_dropout(model, batch, 0, SITE_EMBEDDING, (size_t)batch->T * (size_t)model->layout->shape.n_embd);
+}
+
+// On attention's probabilities: of this rank's heads.
 static inline Dropout gpt_attention_dropout(const GPT *model, const MicroBatch *batch, int layer) {
-    const size_t T = (size_t)batch->T;
-    return gpt_dropout(model, batch, layer, SITE_ATTENTION, (size_t)model->layout->shape.n_head * T * T);
+    const size_t TT = (size_t)batch->T * (size_t)batch->T, heads = (size_t)model->layout->shape.n_head;
+    Dropout dropout = gpt_dropout(model, batch, layer, SITE_ATTENTION, heads * TT);
+    dropout.sequence_stride = heads * TT;
+    dropout.first += heads / (size_t)model->tp->size * (size_t)model->tp->rank * TT;
+    return dropout;
 }
 
-static inline floatX *gpt_block_input(const GPT *model, int layer) {
-    const size_t n = (size_t)model->B * (size_t)model->T * (size_t)model->layout->shape.n_embd;
-    return model->x + (size_t)layer * n;
-}
-
-// Before the first micro-batch of a step.
-static inline void gpt_begin_step(GPT *model) {
-    zero_begin(model->zero, model->train, model->n_train);
+// Input `layer`, counted within the chunk, of its blocks; n_layers: the last one's output.
+static inline floatX *gpt_block_input(const GPT *model, const Activations *a, int layer) {
+    const size_t rows = tp_rows(model->tp, (size_t)model->B * (size_t)model->T);
+    return model->planning ? NULL : a->x + (size_t)layer * rows * (size_t)model->layout->shape.n_embd;
 }
 
 // A tensor of a unit within its parameters or its gradients.
 #define TENSOR(base, unit, index) ((base) + (unit)->tensors[index].offset)
+// An operation, unless the run is only planned.
+#define COMPUTE(call)               \
+    do {                            \
+        if (!model->planning) call; \
+    } while (0)
 
 // again: in backward, for the activations alone, which do not include the block's output.
-static inline void gpt_forward_block(GPT *model, const MicroBatch *batch, const Unit *unit, const floatX *params,
-                                     bool again) {
+static inline void gpt_forward_block(GPT *model, const MicroBatch *batch, const Activations *slot, int index,
+                                     const Unit *unit, const floatX *params, bool again) {
     Ops *ops = model->ops;
-    const int B = batch->B, T = batch->T, C = model->layout->shape.n_embd, NH = model->layout->shape.n_head;
-    const int layer = unit->layer;
-    const size_t rows = (size_t)B * (size_t)T;
-    BlockActivations *a = &model->blocks[layer];
-    const floatX *x = gpt_block_input(model, layer);
-    floatX *out = gpt_block_input(model, layer + 1);
+    TensorParallel *tp = model->tp;
+    const int B = batch->B, T = batch->T, C = model->layout->shape.n_embd, S = tp->size;
+    const int NH = model->layout->shape.n_head / S, HS = C / model->layout->shape.n_head, layer = unit->layer;
+    const size_t rows = (size_t)B * (size_t)T, own = tp_rows(tp, rows);
+    const BlockActivations *a = &slot->blocks[index];
+    const floatX *x = gpt_block_input(model, slot, index);
+    floatX *out = gpt_block_input(model, slot, index + 1);
+    // The bias of a matrix that is cut by rows is added once.
+    const floatX *attproj_bias = tp->rank == 0 ? TENSOR(params, unit, ATTPROJ_BIAS) : NULL;
+    const floatX *mlpproj_bias = tp->rank == 0 ? TENSOR(params, unit, MLPPROJ_BIAS) : NULL;
 
-    layernorm_forward(ops, a->ln1, a->ln1_mean, a->ln1_rstd, x, TENSOR(params, unit, LN1_WEIGHT),
-                      TENSOR(params, unit, LN1_BIAS), rows, C);
-    matmul_forward(ops, a->qkv, a->ln1, TENSOR(params, unit, QKV_WEIGHT), TENSOR(params, unit, QKV_BIAS), rows, C,
-                   3 * C);
-    attention_forward(ops, a->att, a->lse, a->qkv, B, T, NH, C / NH, gpt_attention_dropout(model, batch, layer));
-    matmul_forward(ops, model->branch, a->att, TENSOR(params, unit, ATTPROJ_WEIGHT), TENSOR(params, unit, ATTPROJ_BIAS),
-                   rows, C, C);
-    residual_layernorm_forward(ops, a->residual, a->ln2, a->ln2_mean, a->ln2_rstd, x, model->branch,
-                               TENSOR(params, unit, LN2_WEIGHT), TENSOR(params, unit, LN2_BIAS), rows, C,
-                               gpt_residual_dropout(model, batch, layer, SITE_ATTPROJ));
-    matmul_gelu_forward(ops, a->mlp, a->mlp_gelu, a->ln2, TENSOR(params, unit, MLP_WEIGHT),
-                        TENSOR(params, unit, MLP_BIAS), rows, C, 4 * C);
+    COMPUTE(layernorm_forward(ops, a->ln1, a->ln1_mean, a->ln1_rstd, x, TENSOR(params, unit, LN1_WEIGHT),
+                              TENSOR(params, unit, LN1_BIAS), own, C));
+    const floatX *input = tp_gather(tp, model->gathered, a->ln1, rows, C);
+    COMPUTE(matmul_forward(ops, a->qkv, input, TENSOR(params, unit, QKV_WEIGHT), TENSOR(params, unit, QKV_BIAS), rows,
+                           C, 3 * C / S));
+    COMPUTE(attention_forward(ops, a->att, a->lse, a->qkv, B, T, NH, HS, gpt_attention_dropout(model, batch, layer)));
+    COMPUTE(
+        matmul_forward(ops, model->branch, a->att, TENSOR(params, unit, ATTPROJ_WEIGHT), attproj_bias, rows, C / S, C));
+    const floatX *branch = tp_reduce(tp, model->branch, rows, C);
+    COMPUTE(residual_layernorm_forward(ops, a->residual, a->ln2, a->ln2_mean, a->ln2_rstd, x, branch,
+                                       TENSOR(params, unit, LN2_WEIGHT), TENSOR(params, unit, LN2_BIAS), own, C,
+                                       gpt_residual_dropout(model, batch, layer, SITE_ATTPROJ)));
+    input = tp_gather(tp, model->gathered, a->ln2, rows, C);
+    COMPUTE(matmul_gelu_forward(ops, a->mlp, a->mlp_gelu, input, TENSOR(params, unit, MLP_WEIGHT),
+                                TENSOR(params, unit, MLP_BIAS), rows, C, 4 * C / S));
     if (again) return;
-    matmul_forward(ops, model->branch, a->mlp_gelu, TENSOR(params, unit, MLPPROJ_WEIGHT),
-                   TENSOR(params, unit, MLPPROJ_BIAS), rows, 4 * C, C);
-    residual_forward(ops, out, a->residual, model->branch, rows * (size_t)C,
-                     gpt_residual_dropout(model, batch, layer, SITE_MLPPROJ));
+    COMPUTE(matmul_forward(ops, model->branch, a->mlp_gelu, TENSOR(params, unit, MLPPROJ_WEIGHT), mlpproj_bias, rows,
+                           4 * C / S, C));
+    branch = tp_reduce(tp, model->branch, rows, C);
+    COMPUTE(residual_forward(ops, out, a->residual, branch, own * (size_t)C,
+                             gpt_residual_dropout(model, batch, layer, SITE_MLPPROJ)));
 }
 
 // The gradient that enters a branch: dx, or dx under the branch's dropout mask.
-static inline const floatX *gpt_branch_gradient(GPT *model, size_t n, Dropout dropout) {
-    if (dropout.rate == 0) return model->dx;
-    dropout_backward(model->ops, model->masked, model->dx, n, dropout);
+static inline const floatX *gpt_branch_gradient(GPT *model, const floatX *dx, size_t n, Dropout dropout) {
+    if (dropout.rate == 0) return dx;
+    COMPUTE(dropout_backward(model->ops, model->masked, dx, n, dropout));
     return model->masked;
 }
 
+// The gradients of a matrix that is cut by rows, whose output had the gradient dout: all rows of it, and mine. The bias
+// is held by all ranks: with sequence parallelism each sums over its own rows, and the ranks' sums are added later,
+// with those of everything else that they hold in common (zero.h).   inp (rows, IN)
+static inline void gpt_row_parallel_weight(GPT *model, gradX *dweight, gradX *dbias, const floatX *inp,
+                                           const floatX *dout, const floatX *mine, size_t rows, int IN,
+                                           int accumulate) {
+    const int C = model->layout->shape.n_embd;
+    const bool sequence = model->tp->sequence;
+    COMPUTE(matmul_backward_weight(model->ops, dweight, sequence ? NULL : dbias, inp, dout, rows, IN, C, accumulate));
+    if (sequence) COMPUTE(bias_backward(model->ops, dbias, mine, tp_rows(model->tp, rows), C, accumulate));
+}
+
 // dx: in, the gradient of the block's output; out, of its input.
-static inline void gpt_backward_block(GPT *model, const MicroBatch *batch, const Unit *unit, const floatX *params,
-                                      gradX *grads, int accumulate) {
+static inline void gpt_backward_block(GPT *model, const MicroBatch *batch, const Chunk *chunk, const Activations *slot,
+                                      int index, const Unit *unit, const floatX *params, gradX *grads, floatX *dx,
+                                      int accumulate) {
     Ops *ops = model->ops;
-    const int B = batch->B, T = batch->T, C = model->layout->shape.n_embd, NH = model->layout->shape.n_head;
-    const int layer = unit->layer;
-    const size_t rows = (size_t)B * (size_t)T, n = rows * (size_t)C;
-    BlockActivations *a = &model->blocks[layer];
-    // The last block's activations are still there.
-    if (model->recompute && layer + 1 < model->layout->shape.n_layer)
-        gpt_forward_block(model, batch, unit, params, true);
+    TensorParallel *tp = model->tp;
+    const int B = batch->B, T = batch->T, C = model->layout->shape.n_embd, S = tp->size;
+    const int NH = model->layout->shape.n_head / S, HS = C / model->layout->shape.n_head, layer = unit->layer;
+    const size_t rows = (size_t)B * (size_t)T, own = tp_rows(tp, rows), n = own * (size_t)C;
+    const BlockActivations *a = &slot->blocks[index];
+    // The activations of the model's last block are still there: its backward follows its forward.
+    if (model->recompute && !(chunk->last && index + 1 == chunk->n_layers))
+        gpt_forward_block(model, batch, slot, index, unit, params, true);
 
     // MLP branch
-    const floatX *dout = gpt_branch_gradient(model, n, gpt_residual_dropout(model, batch, layer, SITE_MLPPROJ));
-    matmul_gelu_backward_input(ops, model->wide, dout, TENSOR(params, unit, MLPPROJ_WEIGHT), a->mlp, rows, 4 * C, C);
-    matmul_backward_weight(ops, TENSOR(grads, unit, MLPPROJ_WEIGHT), TENSOR(grads, unit, MLPPROJ_BIAS), a->mlp_gelu,
-                           dout, rows, 4 * C, C, accumulate);
-    matmul_backward_input(ops, model->branch, model->wide, TENSOR(params, unit, MLP_WEIGHT), rows, C, 4 * C);
-    matmul_backward_weight(ops, TENSOR(grads, unit, MLP_WEIGHT), TENSOR(grads, unit, MLP_BIAS), a->ln2, model->wide,
-                           rows, C, 4 * C, accumulate);
-    layernorm_backward(ops, model->dx, 0, TENSOR(grads, unit, LN2_WEIGHT), TENSOR(grads, unit, LN2_BIAS), model->branch,
-                       a->residual, TENSOR(params, unit, LN2_WEIGHT), a->ln2_mean, a->ln2_rstd, rows, C, accumulate);
+    const floatX *dout = gpt_branch_gradient(model, dx, n, gpt_residual_dropout(model, batch, layer, SITE_MLPPROJ));
+    const floatX *dall = tp_gather(tp, model->dgathered, dout, rows, C);
+    COMPUTE(matmul_gelu_backward_input(ops, model->wide, dall, TENSOR(params, unit, MLPPROJ_WEIGHT), a->mlp, rows,
+                                       4 * C / S, C));
+    gpt_row_parallel_weight(model, TENSOR(grads, unit, MLPPROJ_WEIGHT), TENSOR(grads, unit, MLPPROJ_BIAS), a->mlp_gelu,
+                            dall, dout, rows, 4 * C / S, accumulate);
+    COMPUTE(
+        matmul_backward_input(ops, model->branch, model->wide, TENSOR(params, unit, MLP_WEIGHT), rows, C, 4 * C / S));
+    const floatX *input = tp_gather(tp, model->gathered, a->ln2, rows, C);
+    COMPUTE(matmul_backward_weight(ops, TENSOR(grads, unit, MLP_WEIGHT), TENSOR(grads, unit, MLP_BIAS), input,
+                                   model->wide, rows, C, 4 * C / S, accumulate));
+    const floatX *branch = tp_reduce(tp, model->branch, rows, C);
+    COMPUTE(layernorm_backward(ops, dx, 0, TENSOR(grads, unit, LN2_WEIGHT), TENSOR(grads, unit, LN2_BIAS), branch,
+                               a->residual, TENSOR(params, unit, LN2_WEIGHT), a->ln2_mean, a->ln2_rstd, own, C,
+                               accumulate));
 
     // Attention branch
-    dout = gpt_branch_gradient(model, n, gpt_residual_dropout(model, batch, layer, SITE_ATTPROJ));
-    matmul_backward_input(ops, model->branch, dout, TENSOR(params, unit, ATTPROJ_WEIGHT), rows, C, C);
-    matmul_backward_weight(ops, TENSOR(grads, unit, ATTPROJ_WEIGHT), TENSOR(grads, unit, ATTPROJ_BIAS), a->att, dout,
-                           rows, C, C, accumulate);
-    attention_backward(ops, model->wide, model->branch, a->qkv, a->att, a->lse, B, T, NH, C / NH,
-                       gpt_attention_dropout(model, batch, layer));
-    matmul_backward_input(ops, model->branch, model->wide, TENSOR(params, unit, QKV_WEIGHT), rows, C, 3 * C);
-    matmul_backward_weight(ops, TENSOR(grads, unit, QKV_WEIGHT), TENSOR(grads, unit, QKV_BIAS), a->ln1, model->wide,
-                           rows, C, 3 * C, accumulate);
-    layernorm_backward(ops, model->dx, 0, TENSOR(grads, unit, LN1_WEIGHT), TENSOR(grads, unit, LN1_BIAS), model->branch,
-                       gpt_block_input(model, layer), TENSOR(params, unit, LN1_WEIGHT), a->ln1_mean, a->ln1_rstd, rows,
-                       C, accumulate);
+    dout = gpt_branch_gradient(model, dx, n, gpt_residual_dropout(model, batch, layer, SITE_ATTPROJ));
+    dall = tp_gather(tp, model->dgathered, dout, rows, C);
+    COMPUTE(matmul_backward_input(ops, model->branch, dall, TENSOR(params, unit, ATTPROJ_WEIGHT), rows, C / S, C));
+    gpt_row_parallel_weight(model, TENSOR(grads, unit, ATTPROJ_WEIGHT), TENSOR(grads, unit, ATTPROJ_BIAS), a->att, dall,
+                            dout, rows, C / S, accumulate);
+    COMPUTE(attention_backward(ops, model->wide, model->branch, a->qkv, a->att, a->lse, B, T, NH, HS,
+                               gpt_attention_dropout(model, batch, layer)));
+    COMPUTE(
+        matmul_backward_input(ops, model->branch, model->wide, TENSOR(params, unit, QKV_WEIGHT), rows, C, 3 * C / S));
+    input = tp_gather(tp, model->gathered, a->ln1, rows, C);
+    COMPUTE(matmul_backward_weight(ops, TENSOR(grads, unit, QKV_WEIGHT), TENSOR(grads, unit, QKV_BIAS), input,
+                                   model->wide, rows, C, 3 * C / S, accumulate));
+    branch = tp_reduce(tp, model->branch, rows, C);
+    COMPUTE(layernorm_backward(ops, dx, 0, TENSOR(grads, unit, LN1_WEIGHT), TENSOR(grads, unit, LN1_BIAS), branch,
+                               gpt_block_input(model, slot, index), TENSOR(params, unit, LN1_WEIGHT), a->ln1_mean,
+                               a->ln1_rstd, own, C, accumulate));
+}
+
+// The embeddings' sum, under dropout. Tensor ranks hold rows of wte each: whoever has the token contributes all of it,
+// position and mask included, the others zero, so that the sum has the bits of one rank's.
+static inline void gpt_embed(GPT *model, const MicroBatch *batch, const Activations *slot, const floatX *wte,
+                             const floatX *wpe) {
+    TensorParallel *tp = model->tp;
+    const int C = model->layout->shape.n_embd;
+    const size_t rows = (size_t)batch->B * (size_t)batch->T;
+    floatX *x = gpt_block_input(model, slot, 0), *sum = tp->sequence ? model->branch : x;
+    COMPUTE(embedding_forward(model->ops, sum, slot->inputs, wte, wpe, batch->B, batch->T, C, tp->vocabulary,
+                              gpt_embedding_dropout(model, batch)));
+    const floatX *mine = tp_reduce(tp, sum, rows, C);
+    if (mine != x)
+        COMPUTE(cuda_check(cudaMemcpyAsync(x, mine, tp_rows(tp, rows) * (size_t)C * sizeof(floatX),
+                                           cudaMemcpyDeviceToDevice, model->zero->compute)));
 }
 
 // The head, the loss and, when training, their backward, in chunks of rows: the logits of a chunk become their own
 // gradient at once, so that (rows, Vp) need never exist. Leaves the gradient of the final layer norm's output in
 // branch.
-static inline void gpt_head(GPT *model, const MicroBatch *batch, const floatX *wte, gradX *dwte, int accumulate) {
+static inline void gpt_head(GPT *model, const MicroBatch *batch, const Activations *slot, const floatX *wte,
+                            gradX *dwte, int accumulate) {
     Ops *ops = model->ops;
-    const int C = model->layout->shape.n_embd, V = model->layout->shape.vocab_size, Vp = model->layout->padded_vocab;
+    TensorParallel *tp = model->tp;
+    const int C = model->layout->shape.n_embd, V = model->layout->shape.vocab_size, Vp = tp->vocab_rows;
     const size_t rows = (size_t)batch->B * (size_t)batch->T;
+    const floatX *lnf = tp_gather(tp, model->gathered, model->lnf, rows, C);
     if (batch->only_row >= 0) {
-        const floatX *row = model->lnf + (size_t)batch->only_row * (size_t)C;
-        matmul_forward(ops, model->logits, row, wte, NULL, 1, C, Vp);
+        COMPUTE(matmul_forward(ops, model->logits, lnf + (size_t)batch->only_row * (size_t)C, wte, NULL, 1, C, Vp));
         return;
     }
     for (size_t first = 0; first < rows; first += (size_t)model->logit_rows) {
         const size_t left = rows - first, chunk = left < (size_t)model->logit_rows ? left : (size_t)model->logit_rows;
-        const floatX *lnf = model->lnf + first * (size_t)C;
-        matmul_forward(ops, model->logits, lnf, wte, NULL, chunk, C, Vp);
-        classifier(ops, model->logits, model->losses + first, model->targets + first, chunk, V, Vp, batch->loss_scale,
-                   batch->train);
+        COMPUTE(matmul_forward(ops, model->logits, lnf + first * (size_t)C, wte, NULL, chunk, C, Vp));
+        tp_classifier(tp, ops, model->logits, model->losses + first, model->statistics, slot->targets + first, chunk, V,
+                      batch->loss_scale, batch->train, model->planning);
         if (!batch->train) continue;
-        matmul_backward_input(ops, model->branch + first * (size_t)C, model->logits, wte, chunk, C, Vp);
-        matmul_backward_weight(ops, dwte, NULL, lnf, model->logits, chunk, C, Vp, accumulate || first > 0);
+        COMPUTE(matmul_backward_input(ops, model->branch + first * (size_t)C, model->logits, wte, chunk, C, Vp));
+        COMPUTE(matmul_backward_weight(ops, dwte, NULL, lnf + first * (size_t)C, model->logits, chunk, C, Vp,
+                                       accumulate || first > 0));
     }
-    sum_values(ops, model->loss_sum, model->losses, rows, batch->micro > 0);
+    if (batch->train) tp_reduce(tp, model->branch, rows, C);
+    COMPUTE(sum_values(ops, model->loss_sum, model->losses, rows, batch->micro > 0));
 }
 
-// Computes one use. `grads` and `accumulate` are meaningful where the use writes gradients.
-static inline void gpt_compute_use(GPT *model, const MicroBatch *batch, const Use *use, const floatX *params,
-                                   const floatX *wte, gradX *grads, int accumulate) {
-    Ops *ops = model->ops;
-    const Layout *layout = model->layout;
-    const Unit *unit = &layout->units[use->unit];
-    const int B = batch->B, T = batch->T, C = layout->shape.n_embd;
+static inline void gpt_final(GPT *model, const MicroBatch *batch, const Activations *slot, const Chunk *chunk,
+                             const Unit *unit, bool backward, const floatX *params, gradX *grads, floatX *dx,
+                             int accumulate) {
+    const int C = model->layout->shape.n_embd;
+    const size_t rows = (size_t)batch->B * (size_t)batch->T, own = tp_rows(model->tp, rows);
+    const floatX *last = gpt_block_input(model, slot, chunk->n_layers), *weight = TENSOR(params, unit, LNF_WEIGHT);
+    if (!backward) {
+        COMPUTE(layernorm_forward(model->ops, model->lnf, model->lnf_mean, model->lnf_rstd, last, weight,
+                                  TENSOR(params, unit, LNF_BIAS), own, C));
+        return;
+    }
+    const floatX *dout = model->planning ? NULL : model->branch + tp_first_row(model->tp, rows) * (size_t)C;
+    COMPUTE(layernorm_backward(model->ops, dx, 1, TENSOR(grads, unit, LNF_WEIGHT), TENSOR(grads, unit, LNF_BIAS), dout,
+                               last, weight, model->lnf_mean, model->lnf_rstd, own, C, accumulate));
+}
+
+// The embeddings' backward: wpe first, which asks for the rows of all ranks; wte then finds them where they were put.
+static inline void gpt_embedding_backward(GPT *model, const MicroBatch *batch, const Activations *slot,
+                                          const Unit *unit, gradX *grads, floatX *dx, int accumulate) {
+    TensorParallel *tp = model->tp;
+    const int B = batch->B, T = batch->T, C = model->layout->shape.n_embd;
     const size_t rows = (size_t)B * (size_t)T;
-    const floatX *last = gpt_block_input(model, layout->shape.n_layer);
-    const Dropout embedding = gpt_residual_dropout(model, batch, 0, SITE_EMBEDDING);
-    switch (unit->kind) {
-    case UNIT_WPE:
-        if (use->kind == USE_FORWARD)
-            embedding_forward(ops, model->x, model->inputs, wte, params, B, T, C, embedding);
-        else
-            wpe_backward(ops, grads, model->dx, B, T, C, layout->shape.context_length, accumulate);
-        break;
-    case UNIT_WTE:
-        if (use->kind == USE_HEAD) gpt_head(model, batch, params, grads, accumulate);
-        if (use->kind == USE_BACKWARD) wte_backward(ops, grads, model->dx, model->inputs, B, T, C);
-        break;
-    case UNIT_BLOCK:
-        if (use->kind == USE_FORWARD)
-            gpt_forward_block(model, batch, unit, params, false);
-        else
-            gpt_backward_block(model, batch, unit, params, grads, accumulate);
-        if (use->kind == USE_BACKWARD && unit->layer == 0 && embedding.rate > 0)
-            dropout_backward(ops, model->dx, model->dx, rows * (size_t)C, embedding);
-        break;
-    case UNIT_FINAL:
-        if (use->kind == USE_FORWARD)
-            layernorm_forward(ops, model->lnf, model->lnf_mean, model->lnf_rstd, last, TENSOR(params, unit, LNF_WEIGHT),
-                              TENSOR(params, unit, LNF_BIAS), rows, C);
-        else
-            layernorm_backward(ops, model->dx, 1, TENSOR(grads, unit, LNF_WEIGHT), TENSOR(grads, unit, LNF_BIAS),
-                               model->branch, last, TENSOR(params, unit, LNF_WEIGHT), model->lnf_mean, model->lnf_rstd,
-                               rows, C, accumulate);
-        break;
+    if (unit->kind == UNIT_WPE) {
+        Dropout dropout = gpt_residual_dropout(model, batch, 0, SITE_EMBEDDING);
+        if (dropout.rate > 0) COMPUTE(dropout_backward(model->ops, dx, dx, tp_rows(tp, rows) * (size_t)C, dropout));
+        const floatX *dout = tp_gather(tp, model->dgathered, dx, rows, C);
+        COMPUTE(wpe_backward(model->ops, grads, dout, B, T, C, model->layout->shape.context_length, accumulate));
+        return;
     }
+    if (!accumulate) // the head is on another rank: nothing has been written yet
+        COMPUTE(cuda_check(cudaMemsetAsync(grads, 0, unit->size * sizeof(gradX), model->zero->compute)));
+    const floatX *dout = tp->sequence ? model->dgathered : dx;
+    COMPUTE(wte_backward(model->ops, grads, dout, slot->inputs, B, T, C, tp->vocabulary));
 }
 
-// Walks the uses of one micro-batch: those of micro-batch `micro` of a step, or of a forward pass. batch NULL: computes
-// nothing, for a plan. Afterwards the loss summed over the micro-batches so far (from batch->micro 0 on) is on the
-// device: gpt_loss().
-static inline void gpt_walk(GPT *model, const MicroBatch *batch, const Use *uses, int n_uses, bool train,
-                            bool last_micro) {
+// Passes a micro-batch through a chunk, forward or backward, walking its uses, `uses` to `uses` + n of the pass that
+// zero_begin() was given. dx, backward: in, the gradient of the chunk's output (unless it is the last); out, that of
+// its input. The loss summed over the micro-batches so far (from batch->micro 0 on) is then on the device: gpt_loss().
+static inline void gpt_pass(GPT *model, const MicroBatch *batch, int chunk_number, const Use *uses, int n, floatX *dx) {
     Zero *zero = model->zero;
     const Layout *layout = model->layout;
+    const Chunk *chunk = &layout->chunks[chunk_number];
+    const Activations *slot = gpt_activations(model, chunk_number, batch->micro);
     const floatX *wte = NULL;
-    for (int i = 0; i < n_uses; i++) {
+    for (int i = 0; i < n; i++) {
         const Use *use = &uses[i];
-        const bool writes = train && (use->kind == USE_BACKWARD || use->kind == USE_HEAD);
+        const Unit *unit = &layout->units[use->unit];
+        const bool backward = use->kind == USE_BACKWARD;
+        const bool writes = batch->train && (backward || use->kind == USE_HEAD);
         const floatX *params = use->reads ? zero_acquire_params(zero, use->unit) : NULL;
         int accumulate = 0;
         gradX *grads = writes ? zero_acquire_grads(zero, use->unit, &accumulate) : NULL;
-        if (use->unit == layout->wte && use->kind == USE_FORWARD) { // read together with wpe, the next use
+        if (unit->kind == UNIT_WTE && use->kind == USE_FORWARD) { // read together with wpe, the next use
             wte = params;
             continue;
         }
-        if (batch != NULL) gpt_compute_use(model, batch, use, params, wte, grads, accumulate);
-        if (use->unit == layout->wpe && use->kind == USE_FORWARD) zero_release_params(zero, layout->wte);
+        if (unit->kind == UNIT_FINAL)
+            gpt_final(model, batch, slot, chunk, unit, backward, params, grads, dx, accumulate);
+        else if (use->kind == USE_HEAD)
+            gpt_head(model, batch, slot, params, grads, accumulate);
+        else if (unit->kind == UNIT_BLOCK && backward)
+            gpt_backward_block(model, batch, chunk, slot, use->unit - chunk->first_unit, unit, params, grads, dx,
+                               accumulate);
+        else if (unit->kind == UNIT_BLOCK)
+            gpt_forward_block(model, batch, slot, use->unit - chunk->first_unit, unit, params, false);
+        else if (backward)
+            gpt_embedding_backward(model, batch, slot, unit, grads, dx, accumulate);
+        else
+            gpt_embed(model, batch, slot, wte, params);
+        if (unit->kind == UNIT_WPE && !backward) zero_release_params(zero, layout->wte);
         if (use->reads) zero_release_params(zero, use->unit);
-        // The head's part of wte's gradient is completed by the embedding's backward, and reduced once.
-        if (writes && use->kind == USE_BACKWARD) zero_release_grads(zero, use->unit, last_micro);
+        if (use->completes) zero_release_grads(zero, use->unit, batch->last_micro);
     }
 }
 
-// A micro-batch of a step (after gpt_begin_step(), micro-batches in order), or a forward pass.
-static inline void gpt_micro_batch(GPT *model, const MicroBatch *batch) {
+// Gives a chunk the tokens of a micro-batch: the first needs inputs, the last targets.
+static inline void gpt_upload(GPT *model, const MicroBatch *batch, int chunk_number) {
+    const Chunk *chunk = &model->layout->chunks[chunk_number];
+    const Activations *slot = gpt_activations(model, chunk_number, batch->micro);
     const size_t bytes = (size_t)batch->B * (size_t)batch->T * sizeof(int);
     cudaStream_t compute = model->zero->compute;
-    cuda_check(cudaMemcpyAsync(model->inputs, batch->inputs, bytes, cudaMemcpyHostToDevice, compute));
-    cuda_check(cudaMemcpyAsync(model->targets, batch->targets, bytes, cudaMemcpyHostToDevice, compute));
-    if (batch->train) {
-        gpt_walk(model, batch, model->train + batch->micro * model->micro_uses, model->micro_uses, true,
-                 batch->last_micro);
-    } else {
-        zero_begin(model->zero, model->forward, model->n_forward);
-        gpt_walk(model, batch, model->forward, model->n_forward, false, false);
-    }
+    if (chunk->first)
+        COMPUTE(cuda_check(cudaMemcpyAsync(slot->inputs, batch->inputs, bytes, cudaMemcpyHostToDevice, compute)));
+    if (chunk->last)
+        COMPUTE(cuda_check(cudaMemcpyAsync(slot->targets, batch->targets, bytes, cudaMemcpyHostToDevice, compute)));
 }
 
-// The uses of a whole step, without computing: what a plan counts.
-static inline void gpt_plan_step(GPT *model) {
-    gpt_begin_step(model);
-    for (int first = 0; first < model->n_train; first += model->micro_uses)
-        gpt_walk(model, NULL, model->train + first, model->micro_uses, true,
-                 first + model->micro_uses == model->n_train);
-}
-
-// The sum of losses since the last micro-batch 0, over the tokens of this rank. Waits for the compute stream.
+// The sum of losses since the last micro-batch 0, over the tokens of this rank; 0 on ranks whose losses another rank
+// counts, or that have none. Waits for the compute stream.
 static inline double gpt_loss(GPT *model) {
     double sum = 0;
+    if (model->layout->final < 0 || model->tp->rank > 0) return 0;
     cuda_check(cudaMemcpyAsync(&sum, model->loss_sum, sizeof sum, cudaMemcpyDeviceToHost, model->zero->compute));
     cuda_check(cudaStreamSynchronize(model->zero->compute));
     return sum;
 }
 
-// The logits of the row that the last micro-batch asked for with only_row: out (V), host. Waits for the compute stream.
+// The logits of the row that the last pass asked for with only_row, on every rank: out (V), host. Ranks that hold parts
+// of the vocabulary, or none of the head, learn them from those of the first data-parallel rank. Waits for the streams.
 static inline void gpt_logits(GPT *model, float *out) {
-    const int V = model->layout->shape.vocab_size;
-    floatX part[256];
-    for (int first = 0; first < V; first += 256) {
-        const int count = V - first < 256 ? V - first : 256;
-        cuda_check(cudaMemcpyAsync(part, model->logits + first, (size_t)count * sizeof(floatX), cudaMemcpyDeviceToHost,
-                                   model->zero->compute));
-        cuda_check(cudaStreamSynchronize(model->zero->compute));
-        for (int i = 0; i < count; i++) out[first + i] = floatX_to_float(part[i]);
+    enum { PART = 128 };
+    Comm *comm = model->tp->comm;
+    const int V = model->layout->shape.vocab_size, rows = model->tp->vocab_rows, S = model->tp->size;
+    const int last_stage = (comm->grid.pipeline - 1) * comm->grid.data * S;
+    const bool alone = S * comm->grid.pipeline == 1;
+    for (int first = 0; first < V; first += PART) { // rows of a slice are a multiple of PART
+        const int count = V - first < PART ? V - first : PART, owner = first / rows;
+        const bool here = model->layout->final >= 0 && owner == model->tp->rank;
+        float values[PART];
+        floatX part[PART];
+        if (here) {
+            cuda_check(cudaMemcpyAsync(part, model->logits + first % rows, (size_t)count * sizeof(floatX),
+                                       cudaMemcpyDeviceToHost, model->zero->compute));
+            cuda_check(cudaStreamSynchronize(model->zero->compute));
+            for (int i = 0; i < count; i++) values[i] = floatX_to_float(part[i]);
+        }
+        if (!alone) comm_broadcast(comm, last_stage + owner, values, sizeof values);
+        memcpy(out + first, values, (size_t)count * sizeof(float));
     }
 }
 

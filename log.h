@@ -254,6 +254,7 @@ static inline StepTimes log_step_times(Log *log) {
 // What the end of a run knows; of the rank with the highest peak of memory.
 typedef struct {
     uint64_t params_hash;
+    size_t padded_parameters;
     Memory memory, planned;
     CommCounts communication, communication_planned; // of one training step
     CommCounts all_ranks, planned_all_ranks;         // the same, summed over ranks
@@ -261,8 +262,8 @@ typedef struct {
 } RunTotals;
 
 // The table of memory by component: allocated, planned, and bytes per padded parameter.
-static inline void log_memory_table(const Trainer *trainer, const RunTotals *totals) {
-    const double n = (double)trainer->layout.size;
+static inline void log_memory_table(const RunTotals *totals) {
+    const double n = (double)totals->padded_parameters;
     printf("memory of the fullest rank  %12s %12s %18s\n", "allocated MB", "planned MB", "bytes a parameter");
     for (int tag = 0; tag < MEMORY_TAGS; tag++)
         printf("  %-24s  %12.3f %12.3f %18.3f\n", memory_tag_name(tag), (double)totals->memory.bytes[tag] / 1e6,
@@ -282,7 +283,7 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
     if (isfinite(log->last_val_loss)) printf(", validation loss %.4f", log->last_val_loss);
     printf(", %s tokens/s (median), parameters %016llx\n\n", human_count(tokens_per_second, b, sizeof b),
            (unsigned long long)totals->params_hash);
-    log_memory_table(trainer, totals);
+    log_memory_table(totals);
     for (int kind = 0; kind < COMM_SCALARS; kind++) {
         const CommCount *count = &totals->communication.kind[kind];
         if (count->calls > 0)
@@ -294,7 +295,7 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         printf("written to %s: config.json, metrics.jsonl, summary.json\n", c->log_dir);
         cJSON *root = cJSON_CreateObject();
         json_add_integer(root, "parameters", trainer->layout.parameters);
-        json_add_integer(root, "padded_parameters", trainer->layout.size);
+        json_add_integer(root, "padded_parameters", totals->padded_parameters);
         json_add_integer(root, "world_size", (uint64_t)trainer->comm.world_size);
         cJSON_AddStringToObject(root, "strategy", c->strategy);
         json_add_integer(root, "data_parallel", (uint64_t)trainer->comm.data.size);

@@ -73,23 +73,33 @@ typedef struct Ops Ops;
 // An element is kept where random_u32(key, index) >= rate * 2^32, and kept ones are scaled by 1 / (1 - rate).
 typedef struct {
     float rate;
-    uint64_t key;   // random_key(seed, RANDOM_DROPOUT, step, site)
-    uint64_t first; // index of the buffer's first element
+    uint64_t key;             // random_key(seed, RANDOM_DROPOUT, step, site)
+    uint64_t first;           // index of the buffer's first element
+    uint64_t sequence_stride; // attention: from a sequence to the next, since a rank may hold some of the heads
 } Dropout;
+
+// The rows of wte, tokens [first, first + count) of the vocabulary, that this rank holds; all, or a slice per tensor
+// rank. The last slices may be short, or empty, where padding begins.
+typedef struct {
+    int first, count;
+} Vocabulary;
 
 // Opens the operations for shapes up to `shape`. Allocates the workspace, through `memory`. When memory->planning, only
 // that allocation is counted, and the context cannot compute.
 OP void ops_init(Ops *ops, Memory *memory, const OpsShape *shape, const OpsOptions *options, cudaStream_t stream);
 OP void ops_free(Ops *ops);
 
-// out[b,t,:] = dropout(wte[tokens[b,t],:] + wpe[t,:]).   out (B, T, C), tokens (B, T), wte (Vp, C), wpe (>= T, C)
+// out[b,t,:] = dropout(wte[tokens[b,t] - first,:] + wpe[t,:]), 0 where this rank does not hold the token: the sum over
+// tensor ranks is the whole.   out (B, T, C), tokens (B, T), wte (>= count, C), wpe (>= T, C)
 OP void embedding_forward(Ops *ops, floatX *out, const int *tokens, const floatX *wte, const floatX *wpe, int B, int T,
-                          int C, Dropout dropout);
+                          int C, Vocabulary vocabulary, Dropout dropout);
 // dwpe[t,:] (+)= sum over b of dout[b,t,:].   dwpe (positions, C); rows from T on are zeroed unless accumulating
 OP void wpe_backward(Ops *ops, gradX *dwpe, const floatX *dout, int B, int T, int C, int positions, int accumulate);
-// dwte[tokens[b,t],:] += dout[b,t,:], always added (the head's gradient is there already). Occurrences of a token are
-// summed in fp32, in the order of rows, and rounded once.   dwte (Vp, C)
-OP void wte_backward(Ops *ops, gradX *dwte, const floatX *dout, const int *tokens, int B, int T, int C);
+// dwte[tokens[b,t] - first,:] += dout[b,t,:] for the tokens that this rank holds, always added (the head's gradient is
+// there already). Occurrences of a token are summed in fp32, in the order of rows, and rounded once.
+//   dwte (>= count, C)
+OP void wte_backward(Ops *ops, gradX *dwte, const floatX *dout, const int *tokens, int B, int T, int C,
+                     Vocabulary vocabulary);
 
 // out = (inp - mean) * rstd * weight + bias over C; variance is biased, epsilon 1e-5.   mean, rstd (rows)
 OP void layernorm_forward(Ops *ops, floatX *out, float *mean, float *rstd, const floatX *inp, const floatX *weight,
@@ -125,10 +135,13 @@ OP void matmul_gelu_backward_input(Ops *ops, floatX *dpre, const floatX *dout, c
 OP void matmul_backward_weight(Ops *ops, gradX *dweight, gradX *dbias, const floatX *inp, const floatX *dout,
                                size_t rows, int C, int OC, int accumulate);
 
+// dbias (+)= sums of dout over rows.   dbias (OC), dout (rows, OC)
+OP void bias_backward(Ops *ops, gradX *dbias, const floatX *dout, size_t rows, int OC, int accumulate);
+
 // Causal self-attention, out = softmax(q k^T / sqrt(HS)) v per head, dropout on the softmax's result. Never holds
 // (B, NH, T, T). qkv (B, T, 3, NH, HS), out (B, T, NH, HS), lse (B, NH, T) fp32: log of the softmax's denominator.
-// Element (b, h, t, s) of the dropout mask has index ((b * NH + h) * mask_T + t) * mask_T + s, counted from
-// dropout.first; mask_T is T itself.
+// Element (b, h, t, s) of the dropout mask has index b * dropout.sequence_stride + (h * T + t) * T + s, counted from
+// dropout.first.
 OP void attention_forward(Ops *ops, floatX *out, float *lse, const floatX *qkv, int B, int T, int NH, int HS,
                           Dropout dropout);
 // dqkv (B, T, 3, NH, HS) is written, not added to.
@@ -140,6 +153,15 @@ OP void attention_backward(Ops *ops, floatX *dqkv, const floatX *dout, const flo
 // whose target is -1. scale: 1 / (tokens in the global batch).   logits (rows, Vp), targets (rows), losses (rows) fp32
 OP void classifier(Ops *ops, floatX *logits, float *losses, const int *targets, size_t rows, int V, int Vp, float scale,
                    int want_gradient);
+
+// The same for a vocabulary whose columns are sliced over ranks, in two halves. First each rank's statistics of its own
+// columns: statistics[row] = {maximum, sum of exp(x - maximum), logit of the target or 0 if it is not here}. Then, with
+// those of all ranks, the loss, the same on every rank, and the gradient of the rank's columns.
+//   logits (rows, Vp), the first vocabulary.count columns count; statistics (rows, 3), all (ranks, rows, 3)
+OP void classifier_statistics(Ops *ops, float *statistics, const floatX *logits, const int *targets, size_t rows,
+                              int Vp, Vocabulary vocabulary);
+OP void classifier_sliced(Ops *ops, floatX *logits, float *losses, const int *targets, const float *all, int ranks,
+                          size_t rows, int Vp, Vocabulary vocabulary, float scale, int want_gradient);
 
 // *sum (+)= sum of x[0..n), in double.   sum: device memory
 OP void sum_values(Ops *ops, double *sum, const float *x, size_t n, int accumulate);

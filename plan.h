@@ -14,6 +14,8 @@
 #include "layout.h"
 #include "memory.h"
 #include "ops.h"
+#include "pipeline_parallel.h"
+#include "tensor_parallel.h"
 #include "zero.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -66,7 +68,9 @@ typedef struct {
     Comm comm;
     Ops ops;
     Zero zero;
+    TensorParallel tensor;
     GPT model;
+    Pipeline pipeline;
 } Trainer;
 
 static inline ModelShape trainer_shape(const Config *config) {
@@ -76,38 +80,49 @@ static inline ModelShape trainer_shape(const Config *config) {
 }
 
 // Builds one rank's part of a run, or counts what it takes. The trainer must not be moved afterwards.
-static inline void trainer_build(Trainer *trainer, const Config *config, int rank, int world_size, bool planning,
-                                 cudaStream_t compute, cudaStream_t communication) {
+static inline void trainer_build(Trainer *trainer, const Config *config, int rank, bool planning, cudaStream_t compute,
+                                 cudaStream_t communication) {
     memset(trainer, 0, sizeof *trainer);
     trainer->memory.planning = planning;
     const ModelShape shape = trainer_shape(config);
     const int B = (int)config->micro_batch, T = (int)config->sequence_length, chunks = (int)config->classifier_chunks;
+    const int P = (int)config->pipeline_parallel, V = (int)config->pipeline_chunks, M = (int)config->micro_batches;
     const Strategy *strategy = strategy_find(config->strategy);
     if (strategy == NULL) die("no strategy is called %s", config->strategy);
 
-    comm_init(&trainer->comm, &trainer->memory, rank, world_size, (int)config->shard_ranks, config->timeout,
-              communication);
-    const LayoutCut cut = layout_whole(&shape, trainer->comm.data.size);
+    const CommOptions ranks = {{(int)config->tensor_parallel, (int)config->data_parallel, P},
+                               (int)config->shard_ranks,
+                               V > 1,
+                               config->timeout};
+    comm_init(&trainer->comm, &trainer->memory, rank, &ranks, compute, communication);
+    const LayoutCut cut = {trainer->comm.data.size,    trainer->comm.tensor.size, trainer->comm.tensor.rank, P, V,
+                           trainer->comm.pipeline_rank};
     layout_init(&trainer->layout, &shape, &cut);
+    tensor_parallel_init(&trainer->tensor, &trainer->layout, &trainer->comm, config->sequence_parallel);
     const OpsShape largest = {
-        B, T, shape.n_embd, shape.n_head, shape.vocab_size, trainer->layout.padded_vocab, gpt_logit_rows(B, T, chunks)};
+        B, T, shape.n_embd, shape.n_head, shape.vocab_size, trainer->tensor.vocab_rows, gpt_logit_rows(B, T, chunks)};
     const OpsOptions choices = {config->tf32, config->matmul_tune};
     ops_init(&trainer->ops, &trainer->memory, &largest, &choices, compute);
     const ZeroOptions sharding = {(int)config->prefetch, config->reshard_after_forward, config->overlap,
-                                  config->master_weights};
+                                  config->master_weights, trainer->tensor.sequence};
     zero_init(&trainer->zero, &trainer->memory, &trainer->layout, strategy, &sharding, &trainer->comm, &trainer->ops,
               compute, (uint64_t)config->seed);
-    const GPTOptions options = {B,
-                                T,
-                                (int)config->micro_batches,
-                                chunks,
-                                (float)config->dropout,
-                                strcmp(config->recompute, "full") == 0,
-                                (uint64_t)config->seed};
-    gpt_init(&trainer->model, &trainer->memory, &trainer->layout, &trainer->ops, &trainer->zero, &options);
+
+    const int n_items = 2 * V * M;
+    PipelineItem *items = (PipelineItem *)table_alloc((size_t)n_items, sizeof(PipelineItem));
+    int *alive = (int *)table_alloc((size_t)V, sizeof(int));
+    pipeline_schedule(P, V, trainer->comm.pipeline_rank, M, items);
+    pipeline_alive(items, n_items, V, alive);
+    const GPTOptions options = {
+        B, T, chunks, (float)config->dropout, strcmp(config->recompute, "full") == 0, (uint64_t)config->seed};
+    gpt_init(&trainer->model, &trainer->memory, &trainer->layout, &trainer->ops, &trainer->zero, &trainer->tensor,
+             alive, &options);
+    free(alive);
+    pipeline_init(&trainer->pipeline, &trainer->comm, &trainer->model, items, n_items, M);
 }
 
 static inline void trainer_free(Trainer *trainer) {
+    pipeline_free(&trainer->pipeline);
     gpt_free(&trainer->model);
     zero_free(&trainer->zero);
     ops_free(&trainer->ops);
@@ -118,19 +133,31 @@ static inline void trainer_free(Trainer *trainer) {
 typedef struct {
     Memory memory;            // bytes by tag, and the peak
     CommCounts communication; // of one training step of this rank
+    size_t padded_parameters; // of this rank
 } Plan;
 
 // The plan of one rank: builds the run without allocating and walks the uses of one step without computing.
-static inline Plan plan_rank(const Config *config, int rank, int world_size) {
+static inline Plan plan_rank(const Config *config, int rank) {
     Trainer trainer;
     Plan plan;
-    trainer_build(&trainer, config, rank, world_size, true, NULL, NULL);
-    gpt_plan_step(&trainer.model);
+    trainer_build(&trainer, config, rank, true, NULL, NULL);
+    pipeline_plan_step(&trainer.pipeline, (int)config->micro_batch, (int)config->sequence_length);
     zero_step(&trainer.zero, NULL, 0, 0, false);
     plan.memory = trainer.memory;
     plan.communication = trainer.comm.counts;
+    plan.padded_parameters = trainer.layout.size;
     trainer_free(&trainer);
     return plan;
+}
+
+// The plan of the rank with the highest peak: stages differ, their ranks do not.
+static inline Plan plan_fullest(const Config *config) {
+    Plan fullest = plan_rank(config, 0);
+    for (int p = 1; p < config->pipeline_parallel; p++) {
+        const Plan plan = plan_rank(config, p * (int)(config->tensor_parallel * config->data_parallel));
+        if (plan.memory.peak > fullest.memory.peak) fullest = plan;
+    }
+    return fullest;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -150,15 +177,43 @@ static inline size_t plan_state(const Memory *memory) {
     return memory->bytes[MEMORY_PARAMETERS] + memory->bytes[MEMORY_GRADIENTS] + memory->bytes[MEMORY_OPTIMIZER];
 }
 
-static inline void plan_print_header(const Config *config, const Layout *layout, int world_size) {
+// What filling and emptying the pipeline adds to the time of a step, as a share of it without: (P - 1) / (V M).
+static inline double plan_bubble(const Config *config) {
+    return (double)(config->pipeline_parallel - 1) / ((double)config->pipeline_chunks * (double)config->micro_batches);
+}
+
+// What Korthikanti et al. (2022, equations 1, 2 and 4) give for the activations of a layer and micro-batch, bytes in
+// 16-bit: s b h (34 + 5 a s / h) for all; with T tensor ranks s b h (10 + 24 / T + 5 a s / (h T)), and with sequence
+// parallelism all of it over T. The term with a s stands for attention's scores, which are not stored here, and goes.
+static inline double plan_activations_published(const Config *config, bool scores) {
+    const double s = (double)config->sequence_length, b = (double)config->micro_batch, h = (double)config->n_embd;
+    const double T = (double)config->tensor_parallel, a = (double)config->n_head;
+    const double quadratic = scores ? 5 * a * s / h / T : 0;
+    return s * b * h * ((config->sequence_parallel ? 10 / T : 10) + 24 / T + quadratic);
+}
+
+static inline void plan_print_header(const Config *config, size_t parameters, size_t padded, int world_size) {
     printf("plan for %d ranks, %s, gradients in %s%s\n", world_size, config->precision, config->gradient_dtype,
            sizeof(floatX) < sizeof(float) && !config->master_weights ? ", no master weights" : "");
-    printf("model: %lld layers, %lld heads, %lld wide, context %lld, vocabulary %lld: %zu parameters, %zu padded\n",
+    printf("model: %lld layers, %lld heads, %lld wide, context %lld, vocabulary %lld: %zu parameters, %zu padded%s\n",
            (long long)config->n_layer, (long long)config->n_head, (long long)config->n_embd,
-           (long long)config->context_length, (long long)config->vocab_size, layout->parameters, layout->size);
-    printf("batch: %lld tokens a step, %lld micro-batches of %lld x %lld tokens a rank; recompute %s\n\n",
+           (long long)config->context_length, (long long)config->vocab_size, parameters, padded,
+           config->tensor_parallel * config->pipeline_parallel > 1 ? " on a rank" : "");
+    if (config->tensor_parallel * config->pipeline_parallel > 1)
+        printf("grid: %lld tensor%s x %lld data x %lld pipeline ranks\n", (long long)config->tensor_parallel,
+               config->sequence_parallel ? " (sequence)" : "", (long long)config->data_parallel,
+               (long long)config->pipeline_parallel);
+    if (config->pipeline_parallel > 1)
+        printf(
+            "pipeline: %lld chunks of layers a stage; filling and emptying it adds (P - 1)/(V M) = %.1f %% to a step\n",
+            (long long)config->pipeline_chunks, 100 * plan_bubble(config));
+    printf("batch: %lld tokens a step, %lld micro-batches of %lld x %lld tokens a rank; recompute %s\n",
            (long long)config->tokens_per_step, (long long)config->micro_batches, (long long)config->micro_batch,
            (long long)config->sequence_length, config->recompute);
+    printf(
+        "activations of a layer and micro-batch by Korthikanti et al. (2022): %.3f MB with attention's scores, %.3f MB "
+        "without\n\n",
+        plan_activations_published(config, true) / 1e6, plan_activations_published(config, false) / 1e6);
 }
 
 // The model state of plan_parameters parameters: arithmetic only.
@@ -180,21 +235,23 @@ static inline void plan_parameters_only(const Config *config, int world_size, cJ
 static inline void plan_strategies(const Config *config, int world_size, cJSON *json) {
     enum { MB = 1000000 };
     Plan plans[STRATEGIES];
-    Layout layout;
-    const ModelShape shape = trainer_shape(config);
-    const LayoutCut cut = layout_whole(&shape, world_size);
-    layout_init(&layout, &shape, &cut);
-    plan_print_header(config, &layout, world_size);
-    json_add_integer(json, "parameters", layout.parameters);
-    json_add_integer(json, "padded_parameters", layout.size);
-    printf("  %-26s", "MB a rank (1e6 bytes)");
     for (int i = 0; i < STRATEGIES; i++) {
         Config one = *config;
         snprintf(one.strategy, sizeof one.strategy, "%s", strategy_number(i)->name);
-        if (!strategy_number(i)->shard_params) one.shard_ranks = world_size; // only zero3 shards in groups
-        plans[i] = plan_rank(&one, 0, world_size);
-        printf(" %14s", one.strategy);
+        if (!strategy_number(i)->shard_params) one.shard_ranks = one.data_parallel; // only zero3 shards in groups
+        plans[i] = plan_fullest(&one);
     }
+    const ModelShape shape = trainer_shape(config);
+    const size_t parameters = model_parameters(&shape), padded = plans[0].padded_parameters;
+    plan_print_header(config, parameters, padded, world_size);
+    json_add_integer(json, "parameters", parameters);
+    json_add_integer(json, "padded_parameters", padded);
+    json_add_integer(json, "tensor_parallel", (uint64_t)config->tensor_parallel);
+    json_add_integer(json, "data_parallel", (uint64_t)config->data_parallel);
+    json_add_integer(json, "pipeline_parallel", (uint64_t)config->pipeline_parallel);
+    json_add_exact(json, "pipeline_bubble", plan_bubble(config));
+    printf("  %-26s", "MB a rank (1e6 bytes)");
+    for (int i = 0; i < STRATEGIES; i++) printf(" %14s", strategy_number(i)->name);
     for (int tag = 0; tag < MEMORY_TAGS; tag++) {
         printf("\n  %-26s", memory_tag_name(tag));
         for (int i = 0; i < STRATEGIES; i++) printf(" %14.3f", (double)plans[i].memory.bytes[tag] / MB);
@@ -204,7 +261,8 @@ static inline void plan_strategies(const Config *config, int world_size, cJSON *
     printf("\n  %-26s", "model state");
     for (int i = 0; i < STRATEGIES; i++) printf(" %14.3f", (double)plan_state(&plans[i].memory) / MB);
     printf("\n  %-26s", "bytes a padded parameter");
-    for (int i = 0; i < STRATEGIES; i++) printf(" %14.4f", (double)plan_state(&plans[i].memory) / (double)layout.size);
+    for (int i = 0; i < STRATEGIES; i++)
+        printf(" %14.4f", (double)plan_state(&plans[i].memory) / (double)plans[i].padded_parameters);
     printf("\n  fits in %-18.4g", config->device_memory);
     for (int i = 0; i < STRATEGIES; i++)
         printf(" %14s", (double)plans[i].memory.peak <= config->device_memory * 1e9 ? "yes" : "no");
@@ -231,7 +289,6 @@ static inline void plan_strategies(const Config *config, int world_size, cJSON *
         json_add_counts(one, "communication_per_step", &plans[i].communication);
         cJSON_AddBoolToObject(one, "fits", (double)plans[i].memory.peak <= config->device_memory * 1e9);
     }
-    layout_free(&layout);
 }
 
 // --plan: prints the plan, writes it to plan_json if that is given; allocates nothing on a device. Returns an exit

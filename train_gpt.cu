@@ -84,7 +84,7 @@ static double evaluate(Trainer *trainer, const Config *config, Validation *valid
         batch.T = (int)config->sequence_length;
         batch.only_row = -1;
         if (!validation_read(validation, k, &batch.inputs, &batch.targets, &error)) die("%s", error.text);
-        gpt_micro_batch(&trainer->model, &batch);
+        pipeline_forward(&trainer->pipeline, &batch);
         sum += gpt_loss(&trainer->model);
     }
     const double *all = (const double *)comm_gather(&trainer->comm, &sum, sizeof sum);
@@ -97,6 +97,7 @@ static double evaluate(Trainer *trainer, const Config *config, Validation *valid
 // *stopped: it ended early, because a stop was asked for.
 static void sample(Trainer *trainer, const Config *config, const Tokenizer *tokenizer, int64_t step, bool *stopped) {
     const int T = (int)config->sequence_length, V = (int)config->vocab_size;
+    const int grain = 64 * (int)config->tensor_parallel; // lengths are rounded up so that few shapes occur
     const uint64_t key = random_key((uint64_t)config->seed, RANDOM_SAMPLE, (uint64_t)step, 0);
     int *text = (int *)calloc((size_t)(config->sample_tokens + T), sizeof(int)), count = 0;
     int *targets = (int *)malloc((size_t)T * sizeof(int));
@@ -107,10 +108,9 @@ static void sample(Trainer *trainer, const Config *config, const Tokenizer *toke
     if (!tokenizer_encode_prompt(tokenizer, config->sample_prompt, text, T, &count, &error)) die("%s", error.text);
     for (int64_t i = 0; i < config->sample_tokens && !*stopped; i++) {
         if (i % STOP_EVERY == STOP_EVERY - 1) *stopped = stop_agreed(trainer);
-        // The last T tokens are the context; after them stands padding, which a causal model does not see. Lengths are
-        // rounded up so that few shapes occur.
+        // The last T tokens are the context; after them stands padding, which a causal model does not see.
         const int length = count < T ? count : T, first = count - length;
-        const int rounded = (int)round_up((size_t)length, 64);
+        const int rounded = (int)round_up((size_t)length, (size_t)grain);
         MicroBatch batch;
         memset(&batch, 0, sizeof batch);
         batch.B = 1;
@@ -118,7 +118,7 @@ static void sample(Trainer *trainer, const Config *config, const Tokenizer *toke
         batch.inputs = text + first;
         batch.targets = targets;
         batch.only_row = length - 1;
-        gpt_micro_batch(&trainer->model, &batch);
+        pipeline_forward(&trainer->pipeline, &batch);
         gpt_logits(&trainer->model, logits);
         text[count++] =
             sample_token(logits, V, config->sample_temperature, (int)config->sample_top_k, key, (uint64_t)i);
@@ -134,18 +134,18 @@ static void sample(Trainer *trainer, const Config *config, const Tokenizer *toke
     free(logits);
 }
 
-// The memory of the rank with the highest peak, and its plan.
-static Memory memory_of_fullest(Comm *comm, const Memory *mine, Memory *planned, const Memory *my_plan) {
-    const uint64_t peak = mine->peak;
+// Takes memory, its plan and what is sent in a step from the rank with the highest peak of memory.
+static void totals_of_fullest(Comm *comm, RunTotals *totals) {
+    const uint64_t peak = totals->memory.peak;
     const uint64_t *peaks = (const uint64_t *)comm_gather(comm, &peak, sizeof peak);
     int fullest = 0;
     for (int r = 1; r < comm->world_size; r++)
         if (peaks[r] > peaks[fullest]) fullest = r;
-    Memory memory = *mine;
-    *planned = *my_plan;
-    comm_broadcast(comm, fullest, &memory, sizeof memory);
-    comm_broadcast(comm, fullest, planned, sizeof *planned);
-    return memory;
+    comm_broadcast(comm, fullest, &totals->memory, sizeof totals->memory);
+    comm_broadcast(comm, fullest, &totals->planned, sizeof totals->planned);
+    comm_broadcast(comm, fullest, &totals->communication, sizeof totals->communication);
+    comm_broadcast(comm, fullest, &totals->communication_planned, sizeof totals->communication_planned);
+    comm_broadcast(comm, fullest, &totals->padded_parameters, sizeof totals->padded_parameters);
 }
 
 DECLARE_TRAINER(TRAIN) {
@@ -167,8 +167,8 @@ DECLARE_TRAINER(TRAIN) {
 
     // Build, and agree that every rank can read its data before anything is written.
     Trainer trainer;
-    trainer_build(&trainer, config, place->rank, place->world_size, false, compute, communication);
-    const Plan plan = plan_rank(config, place->rank, place->world_size);
+    trainer_build(&trainer, config, place->rank, false, compute, communication);
+    const Plan plan = plan_rank(config, place->rank);
     const int B = (int)config->micro_batch, T = (int)config->sequence_length, V = (int)config->vocab_size;
     const int micro_batches = (int)config->micro_batches, ranks = trainer.comm.data.size;
     Inputs inputs;
@@ -216,21 +216,22 @@ DECLARE_TRAINER(TRAIN) {
 
         const double begin = now_seconds();
         const CommCounts before = trainer.comm.counts;
-        gpt_begin_step(&trainer.model);
-        for (int micro = 0; micro < micro_batches; micro++) {
+        pipeline_begin_step(&trainer.pipeline);
+        for (int i = 0; i < trainer.pipeline.n_items; i++) {
+            const PipelineItem *item = &trainer.pipeline.items[i];
             MicroBatch batch;
             memset(&batch, 0, sizeof batch);
             batch.B = B;
             batch.T = T;
-            batch.micro = micro;
-            batch.train = true;
             batch.only_row = -1;
-            batch.last_micro = micro + 1 == micro_batches;
             batch.loss_scale = 1.0f / (float)config->tokens_per_step;
             batch.step = step;
-            batch.first_sequence = ((uint64_t)micro * (uint64_t)ranks + (uint64_t)trainer.comm.data.rank) * (uint64_t)B;
-            if (!loader_read(&loader, step, micro, &batch.inputs, &batch.targets, &error)) die("%s", error.text);
-            gpt_micro_batch(&trainer.model, &batch);
+            batch.first_sequence =
+                ((uint64_t)item->micro * (uint64_t)ranks + (uint64_t)trainer.comm.data.rank) * (uint64_t)B;
+            if (pipeline_reads(&trainer.pipeline, item) &&
+                !loader_read(&loader, step, item->micro, &batch.inputs, &batch.targets, &error))
+                die("%s", error.text);
+            pipeline_run(&trainer.pipeline, i, &batch);
         }
         hyper.learning_rate = (float)config_learning_rate(config, step);
         const StepResult result =
@@ -251,10 +252,13 @@ DECLARE_TRAINER(TRAIN) {
     }
 
     totals.params_hash = zero_params_hash(&trainer.zero);
-    totals.memory = memory_of_fullest(&trainer.comm, &trainer.memory, &totals.planned, &plan.memory);
+    totals.memory = trainer.memory;
+    totals.planned = plan.memory;
     totals.communication_planned = plan.communication;
+    totals.padded_parameters = trainer.layout.size;
     totals.all_ranks = comm_sum_counts(&trainer.comm, &totals.communication);
     totals.planned_all_ranks = comm_sum_counts(&trainer.comm, &totals.communication_planned);
+    totals_of_fullest(&trainer.comm, &totals);
     log_summary(&log, &trainer, &totals);
     if (stopped && log.speaks)
         printf("stopped by a signal after step %lld of %lld\n", (long long)step, (long long)config->steps);

@@ -42,7 +42,9 @@ static inline const Strategy *strategy_number(int i) {
     return &strategies[i];
 }
 
+// tp has one data-parallel rank: nothing is cut further.
 static inline const Strategy *strategy_find(const char *name) {
+    if (strcmp(name, "tp") == 0) return strategy_number(0);
     for (int i = 0; i < STRATEGIES; i++)
         if (strcmp(strategy_number(i)->name, name) == 0) return strategy_number(i);
     return NULL;
@@ -56,6 +58,7 @@ typedef struct {
     int micro;       // micro-batch
     bool reads;      // needs the unit's parameters
     bool read_again; // and so will a later use of this micro-batch
+    bool completes;  // the gradient that this micro-batch gives to the unit
 } Use;
 
 // What a run chooses beside the strategy.
@@ -64,6 +67,7 @@ typedef struct {
     bool reshard_after_forward; // false: gathered parameters stay until their backward
     bool overlap;               // false: compute waits for every collective at once
     bool master_weights;        // false: bf16 parameters are updated in place, with stochastic rounding
+    bool sequence_parallel;     // tensor ranks share the rows between matrices
 } ZeroOptions;
 
 typedef struct {
@@ -123,13 +127,17 @@ static inline Held zero_held(const Zero *zero, const Unit *unit, bool sharded) {
     return held;
 }
 
-// The part of a unit that this rank alone answers for in sums over ranks: 1/N of it, inside its shard.
+// The part of a unit that this rank alone answers for in sums over all ranks: 1/N of it, inside its shard. What tensor
+// ranks hold in common is the first one's, and wte, which both ends of a pipeline hold, is the first stage's.
 static inline Held zero_own(const Zero *zero, const Unit *unit, bool sharded) {
     const Held shard = zero_held(zero, unit, true), held = zero_held(zero, unit, sharded);
+    const bool copy = unit->kind == UNIT_WTE && zero->comm->pipeline_rank > 0;
+    const size_t limit = copy ? 0 : zero->comm->tensor.rank > 0 ? unit->replicated : unit->size;
     Held own;
     own.count = shard.count / (size_t)zero->comm->replica.size;
     own.first = shard.first + own.count * (size_t)zero->comm->replica.rank;
     own.at = held.at + (own.first - held.first);
+    if (own.first + own.count > limit) own.count = own.first < limit ? limit - own.first : 0;
     return own;
 }
 
@@ -371,12 +379,23 @@ static inline void zero_reduce_slot(Zero *zero, int unit, bool last_micro) {
     slots_give_back(&zero->grad_slots, unit, zero->grad_slot);
 }
 
+// With sequence parallelism a tensor rank has the part of its own rows in the gradients of what tensor ranks hold in
+// common in a block or the final layer norm: sums them. (Those of the embeddings come from all rows.)
+static inline void zero_sum_replicated(Zero *zero, const Unit *unit, gradX *grads) {
+    if (!zero->options.sequence_parallel || (unit->kind != UNIT_BLOCK && unit->kind != UNIT_FINAL)) return;
+    comm_all_reduce(zero->comm, &zero->comm->tensor, grads + unit->replicated, unit->size - unit->replicated,
+                    grad_type());
+}
+
 // The compute stream has been given the last operation that writes the unit's gradient of a micro-batch. last_micro: it
 // is complete for this step. Gradients in full are reduced once, when complete; sharded ones with every micro-batch.
 static inline void zero_release_grads(Zero *zero, int unit, bool last_micro) {
     const Unit *table = &zero->layout->units[unit];
     const bool sharded = zero->strategy->shard_grads;
     if (!sharded && !last_micro) return;
+    zero_sum_replicated(zero, table,
+                        sharded ? (gradX *)zero->grad_slots.slots[zero->grad_slot[unit]].data
+                                : zero->grads + table->offset);
     zero_record(zero, zero->grads_written[unit], zero->compute);
     zero_wait(zero, zero->comm->stream, zero->grads_written[unit]);
     gradX *full = zero->grads + table->offset;
@@ -393,6 +412,20 @@ static inline void zero_release_grads(Zero *zero, int unit, bool last_micro) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The step
+
+// wte stands on the first and the last stage, for the embedding and for the head: the sum of both gradients, after the
+// reduction over data-parallel ranks, shard with shard.
+static inline void zero_tie_embedding(Zero *zero) {
+    const Group *tied = &zero->comm->tied;
+    if (tied->size == 1) return;
+    const int wte = zero->layout->wte;
+    const bool reduced_to_shards = zero->strategy->shard_optimizer;
+    const Unit *unit = &zero->layout->units[wte];
+    const Held shard = zero_held(zero, unit, reduced_to_shards),
+               held = zero_held(zero, unit, zero->strategy->shard_grads);
+    comm_all_reduce(zero->comm, tied, zero->grads + held.at + (shard.first - held.first), shard.count, grad_type());
+    zero_launched(zero, zero->grads_reduced[wte]);
+}
 
 // Sum of squares of the part of the reduced gradient that this rank answers for: units in order, each waited for.
 static inline double zero_partial_norm(Zero *zero) {
@@ -456,6 +489,7 @@ static inline StepResult zero_step(Zero *zero, AdamW *hyper, double grad_clip, d
     StepResult result = {0, 0, false, false};
     enum { SCALARS = 3 };
     double mine[SCALARS] = {loss_sum, 0, stop ? 1.0 : 0.0};
+    zero_tie_embedding(zero);
     if (zero->comm->planning) {
         comm_gather(zero->comm, mine, sizeof mine);
         zero_update(zero, NULL);
@@ -531,6 +565,18 @@ static inline uint64_t zero_params_hash(Zero *zero) {
     return hash;
 }
 
+// The name of the unit that begins with the tensor of this id, which may be another rank's.
+static inline const char *zero_unit_name(const Zero *zero, int64_t id, char name[32]) {
+    const int64_t block = (id - 2) / BLOCK_TENSORS;
+    if (id < 2)
+        snprintf(name, 32, "%s", id == 0 ? "wte" : "wpe");
+    else if (block == zero->layout->shape.n_layer)
+        snprintf(name, 32, "lnf");
+    else
+        snprintf(name, 32, "block %lld", (long long)block);
+    return name;
+}
+
 // Checks what must be the same on several ranks: parameters that are held more than once, the count of updates, and the
 // sequence of collectives so far. All ranks learn the first difference and end together.
 static inline void zero_check_replicas(Zero *zero, int64_t step) {
@@ -541,25 +587,49 @@ static inline void zero_check_replicas(Zero *zero, int64_t step) {
     cuda_check(cudaStreamSynchronize(comm->stream));
     const uint64_t counters[2] = {(uint64_t)zero->updates, comm->sequence};
     const uint64_t *all = (const uint64_t *)comm_gather(comm, counters, sizeof counters);
+    const int stage_ranks = comm->world_size / comm->grid.pipeline;
     for (int r = 1; r < comm->world_size; r++)
-        for (int i = 0; i < 2; i++)
-            if (all[2 * r + i] != all[i])
+        for (int i = 0; i < 2; i++) {
+            const int first = i == 0 ? 0 : r / stage_ranks * stage_ranks; // stages differ in what they exchange
+            if (all[2 * r + i] != all[2 * first + i])
                 comm_die_together(comm, EXIT_RUN,
-                                  "check_replicas: after step %lld rank %d differs from rank 0 in %s: %llx, not %llx",
-                                  (long long)step, r, i == 0 ? "the number of updates" : "its sequence of collectives",
-                                  (unsigned long long)all[2 * r + i], (unsigned long long)all[i]);
-    for (int u = 0; u < zero->layout->n_units; u++) {
-        const Unit *unit = &zero->layout->units[u];
-        const uint64_t hash = zero_hash(zero, unit, zero_held(zero, unit, sharded), false);
-        const uint64_t *hashes = (const uint64_t *)comm_gather(comm, &hash, sizeof hash);
-        for (int r = 0; r < comm->world_size; r++) {
-            const int first = sharded ? r % shard->size : 0; // the first rank that holds the same
-            if (hashes[r] != hashes[first])
+                                  "check_replicas: after step %lld rank %d differs from rank %d in %s: %llx, not %llx",
+                                  (long long)step, r, first,
+                                  i == 0 ? "the number of updates" : "its sequence of collectives",
+                                  (unsigned long long)all[2 * r + i], (unsigned long long)all[2 * first + i]);
+        }
+    // Ranks hold different units: each is compared with the first rank that holds the same part of the same tensors.
+    typedef struct {
+        int64_t unit, shard, tensor; // which tensors, -1: none; which part; which slices
+        uint64_t sliced, replicated; // hashes of what is sliced over tensor ranks, and of what is not
+    } Replica;
+    for (int u = 0; u < zero->layout->shape.n_layer + 3; u++) {
+        Replica mine = {-1, sharded ? shard->rank : 0, comm->tensor.rank, 0, 0};
+        if (u < zero->layout->n_units) {
+            const Unit *unit = &zero->layout->units[u];
+            const Held held = zero_held(zero, unit, sharded);
+            const size_t end = held.first + held.count;
+            const size_t cut = unit->replicated < held.first ? held.first
+                               : unit->replicated < end      ? unit->replicated
+                                                             : end;
+            const Held sliced = {held.first, cut - held.first, held.at};
+            const Held common = {cut, end - cut, held.at + (cut - held.first)};
+            mine.unit = unit->tensors[0].id;
+            mine.sliced = zero_hash(zero, unit, sliced, false);
+            mine.replicated = zero_hash(zero, unit, common, false);
+        }
+        const Replica *replicas = (const Replica *)comm_gather(comm, &mine, sizeof mine);
+        for (int r = 0; r < comm->world_size; r++)
+            for (int other = 0; other < r && replicas[r].unit >= 0; other++) {
+                const Replica *a = &replicas[other], *b = &replicas[r];
+                if (a->unit != b->unit || a->shard != b->shard) continue;
+                if (a->replicated == b->replicated && (a->tensor != b->tensor || a->sliced == b->sliced)) continue;
+                char name[32];
                 comm_die_together(
                     comm, EXIT_RUN,
                     "check_replicas: after step %lld rank %d differs from rank %d in the parameters of %s",
-                    (long long)step, r, first, unit->name);
-        }
+                    (long long)step, r, other, zero_unit_name(zero, b->unit, name));
+            }
     }
 }
 

@@ -63,6 +63,12 @@ static inline void attention_transpose(float *to, const float *from, int rows, s
             tile_transpose(to + d * (size_t)rows + t, (size_t)rows, from + (size_t)t * width + d, width);
 }
 
+// The mask's element (b, h, t, 0).
+static inline uint64_t attention_mask_index(Dropout dropout, int b, int h, int t, int T) {
+    return dropout.first + (uint64_t)b * dropout.sequence_stride +
+           ((uint64_t)h * (uint64_t)T + (uint64_t)t) * (uint64_t)T;
+}
+
 // values[s] *= dropout factor of mask element `index` + s
 static inline void attention_dropout(float *values, int count, Dropout dropout, uint64_t index) {
     for (int start = 0; start < count; start += DROPOUT_CHUNK) {
@@ -109,8 +115,7 @@ OP void attention_forward(Ops *ops, floatX *out, float *lse, const floatX *qkv, 
                 inverse[i] = 1.0f / sum;
                 lse[(size_t)item * (size_t)T + (size_t)t] = largest + logf(sum);
                 if (dropout.rate != 0.0f)
-                    attention_dropout(p, t + 1, dropout,
-                                      dropout.first + ((uint64_t)item * (uint64_t)T + (uint64_t)t) * (uint64_t)T);
+                    attention_dropout(p, t + 1, dropout, attention_mask_index(dropout, b, h, t, T));
             }
             tile_product(result, HSp, scores, (size_t)Tp, 1, values, HSp, ATTENTION_ROWS, (int)HSp, seen, 0);
             for (int i = 0; i < rows; i++) {
@@ -174,10 +179,9 @@ OP void attention_backward(Ops *ops, floatX *dqkv, const floatX *dout, const flo
                 for (int i = 0; i < ATTENTION_ROWS; i++) {
                     float *p_row = p + i * ATTENTION_KEYS, *dp_row = dp + i * ATTENTION_KEYS;
                     float l = row_lse[i], dot = dots[i], factors[ATTENTION_KEYS];
-                    uint64_t t = (uint64_t)(start + i);
                     for (int s = start + i + 1 > key ? start + i + 1 - key : 0; s < width; s++) p_row[s] = -INFINITY;
                     dropout_factors(factors, width, dropout,
-                                    dropout.first + ((uint64_t)item * (uint64_t)T + t) * (uint64_t)T + (uint64_t)key);
+                                    attention_mask_index(dropout, b, h, start + i, T) + (uint64_t)key);
 #pragma omp simd
                     for (int s = 0; s < width; s++) {
                         float probability = fast_exp(p_row[s] - l);

@@ -6,11 +6,16 @@
 #include "dropout.h"
 
 OP void embedding_forward(Ops *ops, floatX *out, const int *tokens, const floatX *wte, const floatX *wpe, int B, int T,
-                          int C, Dropout dropout) {
+                          int C, Vocabulary vocabulary, Dropout dropout) {
     size_t rows = (size_t)B * (size_t)T;
 #pragma omp parallel for schedule(static) num_threads(ops->threads)
     for (size_t row = 0; row < rows; row++) {
-        const floatX *token = wte + (size_t)tokens[row] * (size_t)C;
+        const int local = tokens[row] - vocabulary.first;
+        if (local < 0 || local >= vocabulary.count) {
+            memset(out + row * (size_t)C, 0, (size_t)C * sizeof(floatX)); // all bits 0 is 0.0
+            continue;
+        }
+        const floatX *token = wte + (size_t)local * (size_t)C;
         const floatX *position = wpe + row % (size_t)T * (size_t)C;
         for (int start = 0; start < C; start += DROPOUT_CHUNK) {
             float factors[DROPOUT_CHUNK];
@@ -52,14 +57,21 @@ static inline size_t wte_backward_workspace(const OpsShape *shape) {
     return ((size_t)shape->Vp + 2 + (size_t)shape->B * (size_t)shape->T) * sizeof(uint32_t);
 }
 
-OP void wte_backward(Ops *ops, gradX *dwte, const floatX *dout, const int *tokens, int B, int T, int C) {
-    size_t rows = (size_t)B * (size_t)T, V = (size_t)ops->shape.Vp;
+OP void wte_backward(Ops *ops, gradX *dwte, const floatX *dout, const int *tokens, int B, int T, int C,
+                     Vocabulary vocabulary) {
+    size_t rows = (size_t)B * (size_t)T, V = (size_t)vocabulary.count;
     // While rows are placed, next[v] walks from first[v] to first[v + 1]; counting two places up leaves `first` right.
     uint32_t *first = (uint32_t *)ops->workspace, *next = first + 1, *order = first + V + 2;
     memset(first, 0, (V + 2) * sizeof(uint32_t));
-    for (size_t row = 0; row < rows; row++) first[(size_t)tokens[row] + 2]++;
+    for (size_t row = 0; row < rows; row++) {
+        const size_t local = (size_t)(tokens[row] - vocabulary.first); // below first: huge
+        if (local < V) first[local + 2]++;
+    }
     for (size_t v = 0; v < V; v++) first[v + 2] += first[v + 1];
-    for (size_t row = 0; row < rows; row++) order[next[tokens[row]]++] = (uint32_t)row;
+    for (size_t row = 0; row < rows; row++) {
+        const size_t local = (size_t)(tokens[row] - vocabulary.first);
+        if (local < V) order[next[local]++] = (uint32_t)row;
+    }
 #pragma omp parallel for schedule(dynamic, 64) num_threads(ops->threads)
     for (size_t v = 0; v < V; v++) {
         if (first[v] == first[v + 1]) continue;

@@ -236,4 +236,8 @@ OP void matmul_backward_weight(Ops *ops, gradX *dweight, gradX *dbias, const flo
 #endif
 }
 
+OP void bias_backward(Ops *ops, gradX *dbias, const floatX *dout, size_t rows, int OC, int accumulate) {
+    column_sums(ops, dbias, dout, rows, (size_t)OC, accumulate);
+}
+
 #endif
