@@ -15,6 +15,7 @@
 #include "error.h"
 #include "memory.h"
 #include "random.h"
+#include "trace.h"
 
 typedef enum {
     COMM_ALL_REDUCE,
@@ -48,6 +49,7 @@ typedef struct {
     int id; // of the axis: the same on all ranks
     int rank, size;
     cudaStream_t stream; // where its collectives run
+    TraceTrack track;    // where a trace shows them
 } Group;
 
 // How many ranks each axis has. Rank numbers run fastest along the tensor axis, then data, then pipeline: tensor ranks,
@@ -80,6 +82,8 @@ typedef struct {
         sequence;  // a checksum of what was called on which group and in what order: the same on all ranks of a stage
     char *message; // staging of comm_gather() and comm_agree()
     char *answers; // host: what comm_gather() returns
+    Trace *trace;  // of the step at hand, or NULL
+    int span;      // of the call at hand in it
 } Comm;
 
 static inline size_t comm_type_bytes(ncclDataType_t type) {
@@ -106,6 +110,7 @@ static inline Group comm_group(int id, int rank, int size, cudaStream_t stream) 
     group.rank = rank;
     group.size = size;
     group.stream = stream;
+    group.track = TRACE_COMMUNICATION;
     return group;
 }
 
@@ -123,7 +128,10 @@ static inline void comm_open_channels(Comm *comm, bool wrap) {
             const bool sends = at_right == (direction == 0);
             const int link = at_right ? p : left_link, kind = 2 * direction + (sends ? 1 : 0); // FORWARD_IN, ...
             Group *channel = &comm->channels[kind];
-            if (takes_part) *channel = comm_group(8 + kind, sends ? 0 : 1, 2, NULL);
+            if (takes_part) {
+                *channel = comm_group(8 + kind, sends ? 0 : 1, 2, NULL);
+                channel->track = (TraceTrack)(TRACE_CHANNELS + kind);
+            }
             if (comm->planning) continue;
             const int color = takes_part ? link * (comm->world_size / P) + column : NCCL_SPLIT_NOCOLOR;
             ncclComm_t opened = NULL;
@@ -162,6 +170,7 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOpt
     comm->shard = comm_group(2, data_rank % shard_group, shard_group, communication);
     comm->replica = comm_group(3, data_rank / shard_group, grid.data / shard_group, communication);
     comm->tensor = comm_group(4, tensor_rank, grid.tensor, compute);
+    comm->tensor.track = TRACE_TENSOR;
     const bool first = comm->pipeline_rank == 0, last = comm->pipeline_rank == grid.pipeline - 1;
     const bool is_tied = grid.pipeline > 1 && (first || last);
     comm->tied = comm_group(5, is_tied && last ? 1 : 0, is_tied ? 2 : 1, communication);
@@ -219,7 +228,8 @@ static inline void comm_free(Comm *comm) {
     free(comm->answers);
 }
 
-static inline void comm_count(Comm *comm, CommKind kind, const Group *group, uint64_t payload_bytes) {
+// Counts a call. Unless the run is only planned, returns true: it is to be made, between comm_count() and comm_done().
+static inline bool comm_count(Comm *comm, CommKind kind, const Group *group, uint64_t payload_bytes) {
     const uint64_t passes = kind == COMM_ALL_REDUCE ? 2 : 1, n = (uint64_t)group->size;
     const bool point_to_point = kind == COMM_SEND || kind == COMM_RECV;
     CommCount *count = &comm->counts.kind[kind];
@@ -229,43 +239,51 @@ static inline void comm_count(Comm *comm, CommKind kind, const Group *group, uin
     const uint64_t share = (n - 1) * (payload_bytes / n) + (n - 1) * (payload_bytes % n) / n;
     count->bus_bytes += point_to_point ? payload_bytes : passes * share;
     comm->sequence = random_mix(comm->sequence + payload_bytes * COMM_KINDS + (uint64_t)kind) + (uint64_t)group->id;
+    if (comm->planning) return false;
+    comm->span = trace_begin(comm->trace, group->track, group->stream, "%s %.3g MB", comm_kind_name(kind),
+                             (double)payload_bytes / 1e6);
+    return true;
+}
+
+static inline void comm_done(Comm *comm, const Group *group) {
+    trace_end(comm->trace, comm->span, group->stream);
 }
 
 // buffer[i] = sum over the group's ranks, in rank order, in place, on the group's stream.   count elements
 static inline void comm_all_reduce(Comm *comm, const Group *group, void *buffer, size_t count, ncclDataType_t type) {
-    comm_count(comm, COMM_ALL_REDUCE, group, count * comm_type_bytes(type));
-    if (comm->planning) return;
+    if (!comm_count(comm, COMM_ALL_REDUCE, group, count * comm_type_bytes(type))) return;
     nccl_check(ncclAllReduce(buffer, buffer, count, type, ncclSum, group->nccl, group->stream));
+    comm_done(comm, group);
 }
 
 // shard = this rank's part of the sum of `full` over the group's ranks, in rank order. full: group->size parts of
 // `count` elements; shard: one, anywhere, or this rank's part of full.
 static inline void comm_reduce_scatter(Comm *comm, const Group *group, void *shard, const void *full, size_t count,
                                        ncclDataType_t type) {
-    comm_count(comm, COMM_REDUCE_SCATTER, group, count * (size_t)group->size * comm_type_bytes(type));
-    if (comm->planning) return;
+    if (!comm_count(comm, COMM_REDUCE_SCATTER, group, count * (size_t)group->size * comm_type_bytes(type))) return;
     nccl_check(ncclReduceScatter(full, shard, count, type, ncclSum, group->nccl, group->stream));
+    comm_done(comm, group);
 }
 
 // full = every rank's shard, in rank order. shard: `count` elements, anywhere, or this rank's part of full.
 static inline void comm_all_gather(Comm *comm, const Group *group, void *full, const void *shard, size_t count,
                                    ncclDataType_t type) {
-    comm_count(comm, COMM_ALL_GATHER, group, count * (size_t)group->size * comm_type_bytes(type));
-    if (comm->planning) return;
+    if (!comm_count(comm, COMM_ALL_GATHER, group, count * (size_t)group->size * comm_type_bytes(type))) return;
     nccl_check(ncclAllGather(shard, full, count, type, group->nccl, group->stream));
+    comm_done(comm, group);
 }
 
 // Sends to, or receives from, the neighbouring stage at the other end of a channel.   count elements
 static inline void comm_send(Comm *comm, const Group *channel, const void *buffer, size_t count, ncclDataType_t type) {
-    comm_count(comm, COMM_SEND, channel, count * comm_type_bytes(type));
-    if (comm->planning) return;
+    if (!comm_count(comm, COMM_SEND, channel, count * comm_type_bytes(type))) return;
     nccl_check(ncclSend(buffer, count, type, 1, channel->nccl, channel->stream));
+    comm_done(comm, channel);
 }
 
 static inline void comm_recv(Comm *comm, const Group *channel, void *buffer, size_t count, ncclDataType_t type) {
-    comm_count(comm, COMM_RECV, channel, count * comm_type_bytes(type));
-    if (comm->planning) return;
+    if (!comm_count(comm, COMM_RECV, channel, count * comm_type_bytes(type))) return;
     nccl_check(ncclRecv(buffer, count, type, 0, channel->nccl, channel->stream));
+    comm_done(comm, channel);
 }
 
 // Every rank's `bytes` bytes, in rank order, to every rank: returns world_size times `bytes`, valid until the next
@@ -274,11 +292,11 @@ static inline void comm_recv(Comm *comm, const Group *channel, void *buffer, siz
 static inline const void *comm_gather(Comm *comm, const void *mine, size_t bytes) {
     if (bytes > COMM_MAX_MESSAGE) die("a message of %zu bytes is too long", bytes);
     const size_t all_bytes = bytes * (size_t)comm->world_size;
-    comm_count(comm, COMM_SCALARS, &comm->world, all_bytes);
-    if (comm->planning) return NULL;
+    if (!comm_count(comm, COMM_SCALARS, &comm->world, all_bytes)) return NULL;
     char *all = comm->message + COMM_MAX_MESSAGE;
     cuda_check(cudaMemcpyAsync(comm->message, mine, bytes, cudaMemcpyHostToDevice, comm->stream));
     nccl_check(ncclAllGather(comm->message, all, bytes, ncclUint8, comm->world.nccl, comm->stream));
+    comm_done(comm, &comm->world);
     cuda_check(cudaMemcpyAsync(comm->answers, all, all_bytes, cudaMemcpyDeviceToHost, comm->stream));
     cuda_check(cudaStreamSynchronize(comm->stream));
     return comm->answers;

@@ -89,6 +89,7 @@
     O(run, TEXT, log_dir, "", "", "directory for metrics, summary and checkpoints; none: nothing is written") \
     O(run, INTEGER, timeout, "300", "[1, 1e6]", "seconds that a rank waits for the others before the run fails") \
     O(run, INTEGER, check_replicas, "0", "[0, 1e9]", "steps between checks that ranks hold the same; 0: none") \
+    O(run, INTEGER, trace, "0", "[0, 1e9]", "step whose streams are recorded, in log_dir/trace.json; 0: none") \
     O(planning, BOOLEAN, plan, "false", "", "print what the run would take under every strategy, and end") \
     O(planning, INTEGER, world_size, "0", "[0, 1048576]", "plan: ranks; 0: nproc") \
     O(planning, NUMBER, device_memory, "80", "(0, 1e6]", "plan: memory of a device, GB (1e9 bytes)") \
@@ -430,6 +431,12 @@ static inline bool config_check(Config *config, int world_size, int node_ranks, 
         return config_error(config, CONFIG_train_data, error,
                             "no training data: give --train-data FILE (scripts/quickstart.sh prepares some)");
     if (config->val_data[0] == '\0') config->val_every = 0; // nothing to validate on
+    if (config->trace > 0 && config->log_dir[0] == '\0')
+        return config_error(config, CONFIG_trace, error, "step %lld is recorded in log_dir, which is needed",
+                            (long long)config->trace);
+    if (config->trace > config->steps)
+        return config_error(config, CONFIG_trace, error, "step %lld is beyond the last, steps is %lld",
+                            (long long)config->trace, (long long)config->steps);
     return true;
 }
 

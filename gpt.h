@@ -518,6 +518,8 @@ static inline void gpt_pass(GPT *model, const MicroBatch *batch, int chunk_numbe
             wte = params;
             continue;
         }
+        const int span = trace_begin(model->tp->comm->trace, TRACE_COMPUTE, zero->compute, "%s %s, micro-batch %d",
+                                     use_name(use->kind), unit->name, batch->micro);
         if (unit->kind == UNIT_FINAL)
             gpt_final(model, batch, slot, chunk, unit, backward, params, grads, dx, accumulate);
         else if (use->kind == USE_HEAD)
@@ -531,6 +533,7 @@ static inline void gpt_pass(GPT *model, const MicroBatch *batch, int chunk_numbe
             gpt_embedding_backward(model, batch, slot, unit, grads, dx, accumulate);
         else
             gpt_embed(model, batch, slot, wte, params);
+        trace_end(model->tp->comm->trace, span, zero->compute);
         if (unit->kind == UNIT_WPE && !backward) zero_release_params(zero, layout->wte);
         if (use->reads) zero_release_params(zero, use->unit);
         if (use->completes) zero_release_grads(zero, use->unit, batch->last_micro);

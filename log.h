@@ -230,6 +230,31 @@ static inline void log_validation(Log *log, int64_t step, double val_loss, doubl
     fflush(stdout);
 }
 
+// Writes trace.json from the traces of all ranks; ends the recording. All ranks call it, after the step.
+static inline void log_trace(Log *log, Comm *comm, Trace *trace, int64_t step) {
+    cuda_check(cudaDeviceSynchronize());
+    comm->trace = NULL;
+    const int32_t mine = trace->count;
+    const int32_t *counts = (const int32_t *)comm_gather(comm, &mine, sizeof mine);
+    int most = 0;
+    for (int r = 0; r < comm->world_size; r++) most = counts[r] > most ? counts[r] : most;
+    Error error = {""};
+    FILE *file = log->directory >= 0 ? log_create(log, "trace.json", &error) : NULL;
+    if (log->directory >= 0 && file == NULL) die("%s", error.text);
+    if (file != NULL) trace_write_begin(file, comm->world_size);
+    for (int i = 0; i < most; i++) {
+        const TraceRecord record = trace_record(trace, i);
+        const TraceRecord *records = (const TraceRecord *)comm_gather(comm, &record, sizeof record);
+        for (int r = 0; r < comm->world_size && file != NULL; r++) trace_write_record(file, r, &records[r]);
+    }
+    if (file != NULL) {
+        trace_write_end(file, step);
+        if (fclose(file) != 0) die("cannot write %s/trace.json: %s", log->config->log_dir, strerror(errno));
+        printf("step %lld: streams recorded in %s/trace.json\n", (long long)step, log->config->log_dir);
+    }
+    trace_stop(trace);
+}
+
 static inline int compare_floats(const void *a, const void *b) {
     const float x = *(const float *)a, y = *(const float *)b;
     return (x > y) - (x < y);

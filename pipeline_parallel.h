@@ -263,8 +263,11 @@ static inline void pipeline_run(Pipeline *pipeline, int i, MicroBatch *batch) {
     // What the output overwrites has left.
     if (sends && item->backward && !receives) pipeline_wait(pipeline, compute, &pipeline->gradient_sent[buffer]);
     if (sends && !item->backward) pipeline_wait(pipeline, compute, pipeline_event(pipeline->forward_sent, slot));
+    const int span = trace_begin(pipeline->comm->trace, TRACE_COMPUTE, compute, "%c%d, stage %d",
+                                 item->backward ? 'B' : 'F', item->micro, model->layout->chunks[item->chunk].stage);
     gpt_pass(model, batch, item->chunk, pipeline->uses + pipeline->first_use[i],
              pipeline->first_use[i + 1] - pipeline->first_use[i], dx);
+    trace_end(pipeline->comm->trace, span, compute);
     if (pipeline->comm->grid.pipeline == 1) return;
 
     if (item->backward) pipeline_record(pipeline, pipeline_event(pipeline->released, slot), compute);

@@ -200,6 +200,7 @@ DECLARE_TRAINER(TRAIN) {
     RunTotals totals;
     memset(&totals, 0, sizeof totals);
     totals.mfu = NAN; // the peak of a CPU is not known
+    Trace trace;
     int64_t step = 0, bad_steps = 0;
     bool stopped = false;
     for (;; step++) {
@@ -214,6 +215,13 @@ DECLARE_TRAINER(TRAIN) {
             sample(&trainer, config, &inputs.tokenizer, step, &stopped);
         if (last || stopped) break;
 
+        const bool traced = step + 1 == config->trace;
+        if (traced) {
+            cuda_check(cudaDeviceSynchronize());
+            comm_barrier(&trainer.comm);
+            trace_start(&trace, compute);
+            trainer.comm.trace = &trace;
+        }
         const double begin = now_seconds();
         const CommCounts before = trainer.comm.counts;
         pipeline_begin_step(&trainer.pipeline);
@@ -239,6 +247,7 @@ DECLARE_TRAINER(TRAIN) {
         if (result.updated) totals.communication = comm_counts_since(&trainer.comm, &before); // skipped: less
         log_step(&log, step + 1, &result, result.loss_sum / (double)config->tokens_per_step, hyper.learning_rate,
                  now_seconds() - begin, totals.mfu);
+        if (traced) log_trace(&log, &trainer.comm, &trace, step + 1);
         if (config->check_replicas > 0 && (step + 1) % config->check_replicas == 0)
             zero_check_replicas(&trainer.zero, step + 1);
         bad_steps = result.updated ? 0 : bad_steps + 1;

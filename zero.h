@@ -52,6 +52,11 @@ static inline const Strategy *strategy_find(const char *name) {
 
 typedef enum { USE_FORWARD, USE_HEAD, USE_BACKWARD } UseKind;
 
+static inline const char *use_name(UseKind kind) {
+    static const char *const names[] = {"forward", "head", "backward"};
+    return names[kind];
+}
+
 typedef struct {
     int unit;
     UseKind kind;
@@ -471,7 +476,9 @@ static inline void zero_update(Zero *zero, AdamW *hyper) {
     const bool gather = zero->strategy->shard_optimizer && !zero->strategy->shard_params;
     for (int u = 0; u < zero->layout->n_units; u++) {
         const Unit *unit = &zero->layout->units[u];
+        const int span = trace_begin(zero->comm->trace, TRACE_COMPUTE, zero->compute, "AdamW %s", unit->name);
         if (hyper != NULL) zero_update_unit(zero, unit, hyper);
+        trace_end(zero->comm->trace, span, zero->compute);
         zero_record(zero, zero->params_updated[u], zero->compute);
         if (!gather) continue;
         const Held shard = zero_held(zero, unit, true);
