@@ -102,6 +102,7 @@ static inline const CpuErrorText *cpu_error_text(cudaError_t status) {
         {cudaSuccess, "cudaSuccess", "no error"},
         {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
         {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
+        {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration of a launch"},
         {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device number"},
         {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid stream or event"},
         {cudaErrorNotReady, "cudaErrorNotReady", "not finished yet"},
@@ -474,5 +475,9 @@ static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cud
                   (double)(stop->time.tv_nsec - start->time.tv_nsec) * 1e-6);
     return cudaSuccess;
 }
+
+#ifdef TRAIN_GPT_EMULATOR
+#include "emulator.h" // kernels and their launches
+#endif
 
 #endif
