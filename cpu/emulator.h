@@ -13,7 +13,8 @@
 //    different ones end the process with a message that names the kernel, the lines and the threads.
 //  - A launch is an item of its stream, with a copy of its arguments, and runs when the stream comes to it.
 //
-// Environment: TRAIN_GPT_THREADS=ascending|descending|random:SEED (default ascending), TRAIN_GPT_CP_ASYNC=deferred|
+// Environment: TRAIN_GPT_STREAMS=eager|latest|random:SEED: when items of streams run (emulator_stream.h; default
+// eager), TRAIN_GPT_THREADS=ascending|descending|random:SEED (default ascending), TRAIN_GPT_CP_ASYNC=deferred|
 // eager|random: when asynchronous copies happen (default deferred; random where threads are), and
 // TRAIN_GPT_EMULATOR_WORKERS=N: OS threads that run blocks (default OMP_NUM_THREADS, or the cores).
 //
@@ -39,7 +40,6 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __forceinline__ inline
-#define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
 #ifdef __SANITIZE_ADDRESS__
 #define __shared__ static
@@ -144,6 +144,7 @@ void emulator_counts(uint64_t *read, uint64_t *written, uint64_t *launches);
 // As the environment variables of these names; false: not one of the words.
 bool emulator_set_threads(const char *order);
 bool emulator_set_cp_async(const char *when);
+bool emulator_set_streams(const char *policy);
 // Under ThreadSanitizer: whether blocks may be taken as ordered, one after the other. Ordered, races within a block are
 // found; unordered, those between blocks, and none in shared memory. TRAIN_GPT_BLOCKS=ordered|unordered
 void emulator_set_blocks_unordered(bool unordered);
