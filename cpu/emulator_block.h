@@ -112,6 +112,14 @@ struct Warp {
     float d[WARP][4];
 };
 
+// Addresses that stand for what orders threads, for ThreadSanitizer. A barrier alternates between two, so that a thread
+// that has passed one does not order itself with those that arrive at the next. A block has its own: what orders its
+// threads must not order two blocks.
+struct Sync {
+    char barrier[2], warp[WARPS][2];
+    unsigned char barrier_turn[THREADS], warp_turn[THREADS];
+};
+
 // What an OS thread needs to run blocks; zero when created.
 struct Block {
     const EmulatorLaunch *launch; // NULL between launches
@@ -127,16 +135,16 @@ struct Block {
     Fiber scheduler, *running;
     unsigned fibers_made, fibers_idle;
 #ifdef EMULATOR_TSAN
-    // Addresses that stand for what orders threads. A barrier alternates between two, so that a thread that has
-    // passed one does not order itself with those that arrive at the next.
-    char barrier_order[2], warp_order[WARPS][2], begin, end;
-    unsigned char barrier_turn[THREADS], warp_turn[THREADS];
-    unsigned shift; // thread t of the block is taken for thread t + shift, so that equal threads of two blocks differ
+    Sync *sync;
+    char begin, end;
+    // Which half of `fibers` the block uses. Unordered blocks alternate: a thread of the one before that took part in a
+    // barrier of this one would order the two.
+    unsigned half;
 #endif
     Lane lanes[THREADS];
     Warp warp_states[WARPS];
     Copy copies[THREADS][COPIES];
-    Fiber fibers[THREADS], *idle[THREADS];
+    Fiber fibers[2 * THREADS], *idle[THREADS];
 };
 
 __thread Block *block; // of this OS thread
@@ -164,16 +172,19 @@ unsigned pick(uint32_t lanes) {
 
 void fiber_main();
 
+void create_fiber(Fiber *fiber) {
+    if (!fiber_create(fiber, fiber_main, block->fibers_made++)) emulator_die("no memory for the stack of a thread");
+}
+
 Fiber *take_fiber() {
 #ifdef EMULATOR_TSAN // a thread that ThreadSanitizer knows for each thread of the block
-    Fiber *fiber = &block->fibers[(thread_number() + block->shift) % block->threads];
-    if (fiber->stack != NULL) return fiber;
+    return &block->fibers[block->half * THREADS + thread_number()];
 #else
     if (block->fibers_idle > 0) return block->idle[--block->fibers_idle];
     Fiber *fiber = &block->fibers[block->fibers_made];
-#endif
-    if (!fiber_create(fiber, fiber_main, block->fibers_made++)) emulator_die("no memory for the stack of a thread");
+    create_fiber(fiber);
     return fiber;
+#endif
 }
 
 void give_fiber(Fiber *fiber) {
@@ -249,7 +260,7 @@ void arrive(EmulatorLine caller) {
     block->lanes[self].caller = caller;
     block->lanes[self].kind = BARRIER;
 #ifdef EMULATOR_TSAN
-    char *order = &block->barrier_order[block->barrier_turn[self] ^= 1];
+    char *order = &block->sync->barrier[block->sync->barrier_turn[self] ^= 1];
     __tsan_release(order);
 #endif
     block->warp->at_barrier |= bit;
@@ -326,8 +337,13 @@ void run_block(uint3 index, bool first) {
         warp.ready = warp.in_operation = warp.at_barrier = warp.exited = 0;
     }
 #ifdef EMULATOR_TSAN
+    // Here, by nobody's fiber: a thread is ordered after the one that created it.
+    block->half = settings().blocks_unordered && !block->half;
+    for (Fiber *fiber = &block->fibers[block->half * THREADS], *end = fiber + threads; fiber < end; fiber++)
+        if (fiber->stack == NULL) create_fiber(fiber);
+    block->sync = (Sync *)calloc(1, sizeof(Sync));
+    if (block->sync == NULL) emulator_die("no memory for a block");
     if (!settings().blocks_unordered || first) __tsan_release(&block->begin);
-    block->shift = settings().blocks_unordered ? (unsigned)(draw() % threads) : 0;
 #else
     (void)first;
 #endif
@@ -349,6 +365,7 @@ void run_block(uint3 index, bool first) {
         if (!progress) emulator_die("no thread of the block can go on");
     }
 #ifdef EMULATOR_TSAN
+    free(block->sync); // and with it what its addresses stood for
     if (!settings().blocks_unordered) __tsan_acquire(&block->end);
 #endif
 }

@@ -87,7 +87,7 @@ int emulator_lane() {
 
 void emulator_warp_barrier(unsigned mask, EmulatorLine caller) {
 #ifdef EMULATOR_TSAN
-    char *order = &block->warp_order[block->warp_index][block->warp_turn[thread_number()] ^= 1];
+    char *order = &block->sync->warp[block->warp_index][block->sync->warp_turn[thread_number()] ^= 1];
     __tsan_release(order);
 #endif
     warp_operation(mask, WARP_BARRIER, caller, [](Warp &, uint32_t) {});
