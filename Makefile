@@ -42,8 +42,11 @@ LIBRARIES := $(CPU_LIBRARIES)
 else ifeq ($(DEVICE),emulator)
 # The GPU program's source, kernels included, for the CPU (cpu/emulator.h). SANITIZE: address, undefined, thread.
 # Type punning through vectors is CUDA's habit, hence -fno-strict-aliasing. Denormals and sums must come out as written.
+# -ftls-model=local-exec: shared memory is thread-local, and all of it is the executable's; some linkers fail at the
+# general form.
 EMULATOR_FLAGS := -D_GNU_SOURCE -DTRAIN_GPT_EMULATOR -std=c++17 -march=$(ARCH) -ffp-contract=fast -fno-math-errno \
-                  -fno-strict-aliasing -fopenmp -g -MMD -MP $(WARNINGS) -Ikernels -Icpu -I. $(MPI_FLAGS)
+                  -fno-strict-aliasing -ftls-model=local-exec -fopenmp -g -MMD -MP $(WARNINGS) -Wno-unknown-pragmas -Ikernels -Icpu -I. \
+                  $(MPI_FLAGS)
 COMPILE = g++ -x c++ -O2 $(EMULATOR_FLAGS)
 LINK = g++ -fopenmp
 LIBRARIES := $(CPU_LIBRARIES)

@@ -325,9 +325,9 @@ static inline char *options_read_text(const char *path, Error *error) {
     else if ((file = fopen(path, "rb")) == NULL)
         error_set(error, "%s: cannot be read: %s", path, strerror(errno));
     else {
-        text = (char *)malloc(OPTIONS_FILE_LIMIT + 1);
+        text = (char *)malloc((size_t)status.st_size + 1);
         if (text == NULL) die("no memory to read %s", path);
-        length = fread(text, 1, OPTIONS_FILE_LIMIT, file);
+        length = fread(text, 1, (size_t)status.st_size, file);
         text[length] = '\0';
         if (ferror(file))
             error_set(error, "%s: cannot be read: %s", path, strerror(errno));

@@ -67,14 +67,14 @@ typedef struct {
     cudaEvent_t free_events;
 } CpuDevice;
 
-static inline CpuDevice *cpu_device(void) {
+CPU_SHARED CpuDevice *cpu_device(void) {
     static CpuDevice device = {PTHREAD_MUTEX_INITIALIZER, NULL, NULL};
     return &device;
 }
 
 // ------------------------------------------------------------------------------------------------------------ errors
 
-static inline cudaError_t *cpu_last_error(void) {
+CPU_SHARED cudaError_t *cpu_last_error(void) {
     static __thread cudaError_t last = cudaSuccess;
     return &last;
 }
@@ -102,6 +102,7 @@ static inline const CpuErrorText *cpu_error_text(cudaError_t status) {
         {cudaSuccess, "cudaSuccess", "no error"},
         {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
         {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
+        {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration of a launch"},
         {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device number"},
         {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid stream or event"},
         {cudaErrorNotReady, "cudaErrorNotReady", "not finished yet"},
@@ -151,6 +152,50 @@ static inline cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *propert
     properties->multiProcessorCount = machine_cores();
     return cudaSuccess;
 }
+
+// A copy, or a fill, as an item of a stream.
+typedef struct {
+    void *destination;
+    const void *source; // NULL: set to `value`
+    size_t bytes;
+    int value;
+} CpuTransfer;
+
+static inline cudaError_t cpu_transfer(void *argument) {
+    CpuTransfer *transfer = (CpuTransfer *)argument;
+    if (transfer->source == NULL)
+        memset(transfer->destination, transfer->value, transfer->bytes);
+    else if (transfer->source != transfer->destination)
+        memcpy(transfer->destination, transfer->source, transfer->bytes);
+    return cudaSuccess;
+}
+
+#ifdef TRAIN_GPT_EMULATOR
+
+// Memory and streams of the emulator: emulator_stream.h.
+enum { CPU_EVENT_IS_AN_ITEM = 1 };
+cudaError_t cudaMalloc(void **pointer, size_t bytes);
+cudaError_t cudaFree(void *pointer);
+cudaError_t cudaMallocHost(void **pointer, size_t bytes);
+cudaError_t cudaFreeHost(void *pointer);
+cudaError_t cudaStreamCreate(cudaStream_t *stream);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority);
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaStreamQuery(cudaStream_t stream);
+cudaError_t cudaDeviceSynchronize(void);
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *user_data);
+cudaError_t cudaMemcpyAsync(void *destination, const void *source, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream);
+cudaError_t cudaMemcpy(void *destination, const void *source, size_t bytes, cudaMemcpyKind kind);
+cudaError_t cudaMemsetAsync(void *destination, int value, size_t bytes, cudaStream_t stream);
+cudaError_t cudaMemset(void *destination, int value, size_t bytes);
+
+#else
+
+enum { CPU_EVENT_IS_AN_ITEM = 0 };
 
 // ------------------------------------------------------------------------------------------------------------ memory
 
@@ -329,22 +374,6 @@ static inline cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t f
 
 // ------------------------------------------------------------------------------------------------------------ copies
 
-typedef struct {
-    void *destination;
-    const void *source; // NULL: set to `value`
-    size_t bytes;
-    int value;
-} CpuTransfer;
-
-static inline cudaError_t cpu_transfer(void *argument) {
-    CpuTransfer *transfer = (CpuTransfer *)argument;
-    if (transfer->source == NULL)
-        memset(transfer->destination, transfer->value, transfer->bytes);
-    else if (transfer->source != transfer->destination)
-        memcpy(transfer->destination, transfer->source, transfer->bytes);
-    return cudaSuccess;
-}
-
 static inline cudaError_t cudaMemcpyAsync(void *destination, const void *source, size_t bytes, cudaMemcpyKind kind,
                                           cudaStream_t stream) {
     if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) return cpu_result(cudaErrorInvalidValue);
@@ -368,6 +397,8 @@ static inline cudaError_t cudaMemsetAsync(void *destination, int value, size_t b
 static inline cudaError_t cudaMemset(void *destination, int value, size_t bytes) {
     return cudaMemsetAsync(destination, value, bytes, NULL);
 }
+
+#endif
 
 // ------------------------------------------------------------------------------------------------------------ events
 
@@ -427,7 +458,8 @@ static inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream
     pthread_mutex_lock(&event->mutex);
     CpuStamp stamp = {event, ++event->records};
     pthread_mutex_unlock(&event->mutex);
-    cudaError_t status = event->timing ? cpu_stream_run(stream, cpu_stamp, &stamp, sizeof stamp) : cudaSuccess;
+    const bool item = event->timing || CPU_EVENT_IS_AN_ITEM;
+    cudaError_t status = item ? cpu_stream_run(stream, cpu_stamp, &stamp, sizeof stamp) : cudaSuccess;
     CpuTicket ticket = cpu_stream_ticket(stream);
     pthread_mutex_lock(&event->mutex);
     event->ticket = ticket;
@@ -474,5 +506,9 @@ static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cud
                   (double)(stop->time.tv_nsec - start->time.tv_nsec) * 1e-6);
     return cudaSuccess;
 }
+
+#ifdef TRAIN_GPT_EMULATOR
+#include "emulator.h" // kernels and their launches
+#endif
 
 #endif

@@ -20,6 +20,7 @@ typedef enum {
     cudaSuccess = 0,
     cudaErrorInvalidValue = 1,
     cudaErrorMemoryAllocation = 2,
+    cudaErrorInvalidConfiguration = 9,
     cudaErrorInvalidDevice = 101,
     cudaErrorInvalidResourceHandle = 400,
     cudaErrorNotReady = 600,
@@ -31,6 +32,44 @@ typedef struct CUstream_st *cudaStream_t;
 
 // What a stream executes. An error ends the stream's work for good.
 typedef cudaError_t (*CpuFunction)(void *arguments);
+
+typedef struct {
+    cudaStream_t stream; // NULL: nothing to wait for
+    uint64_t finished;   // passed when the stream has finished so many items
+} CpuTicket;
+
+// A function that holds state: one for the whole program, where the language can say so.
+#ifdef __cplusplus
+#define CPU_SHARED inline
+#else
+#define CPU_SHARED static inline
+#endif
+
+CPU_SHARED int *cpu_sticky_error_cell(void) {
+    static int error = cudaSuccess; // atomic
+    return &error;
+}
+
+static inline cudaError_t cpu_sticky_error(void) {
+    return (cudaError_t)__atomic_load_n(cpu_sticky_error_cell(), __ATOMIC_ACQUIRE);
+}
+
+static inline void cpu_set_sticky_error(cudaError_t status) {
+    int none = cudaSuccess;
+    __atomic_compare_exchange_n(cpu_sticky_error_cell(), &none, (int)status, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+#ifdef TRAIN_GPT_EMULATOR
+
+// Streams of the emulator have no threads, and are run in orders of its choice: emulator_stream.h, which defines these
+// with the meaning that they have below. Arguments may be of any size, and the NULL stream has tickets too.
+cudaError_t cpu_stream_run(cudaStream_t stream, CpuFunction function, void *arguments, size_t arguments_bytes);
+CpuTicket cpu_stream_ticket(cudaStream_t stream);
+bool cpu_ticket_passed(CpuTicket ticket); // asking often enough makes it pass
+cudaError_t cpu_ticket_wait(void *ticket);
+cudaError_t cpu_stream_wait(cudaStream_t stream, CpuTicket ticket);
+
+#else
 
 enum { CPU_QUEUE = 512, CPU_ARGUMENTS = 120 }; // items of a queue; bytes of an item's arguments
 
@@ -52,25 +91,6 @@ struct CUstream_st {
     CpuItem *queue;
     cudaStream_t next; // in the list of all streams
 };
-
-typedef struct {
-    cudaStream_t stream; // NULL: nothing to wait for
-    uint64_t finished;   // passed when the stream has finished so many items
-} CpuTicket;
-
-static inline int *cpu_sticky_error_cell(void) {
-    static int error = cudaSuccess; // atomic
-    return &error;
-}
-
-static inline cudaError_t cpu_sticky_error(void) {
-    return (cudaError_t)__atomic_load_n(cpu_sticky_error_cell(), __ATOMIC_ACQUIRE);
-}
-
-static inline void cpu_set_sticky_error(cudaError_t status) {
-    int none = cudaSuccess;
-    __atomic_compare_exchange_n(cpu_sticky_error_cell(), &none, (int)status, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-}
 
 static inline bool cpu_stream_has_worker(cudaStream_t stream) {
     return stream != NULL && stream->worker;
@@ -169,4 +189,5 @@ static inline cudaError_t cpu_stream_wait(cudaStream_t stream, CpuTicket ticket)
     return cpu_stream_run(stream, cpu_ticket_wait, &ticket, sizeof ticket);
 }
 
+#endif
 #endif

@@ -38,6 +38,7 @@ template <int N, Cache cache = Cache::keep, class T> static __device__ __forcein
     Pack<T, N> result;
     count_read(sizeof result);
     if constexpr (sizeof result == 16) {
+        check_aligned(from, 16);
         int4 bits;
         if (cache == Cache::stream)
             bits = __ldcs(reinterpret_cast<const int4 *>(from));
@@ -54,6 +55,7 @@ template <int N, Cache cache = Cache::keep, class T>
 static __device__ __forceinline__ void store(T *to, const Pack<T, N> &pack) {
     count_write(sizeof pack);
     if constexpr (sizeof pack == 16) {
+        check_aligned(to, 16);
         int4 bits;
         memcpy(&bits, &pack, 16);
         if (cache == Cache::stream)
@@ -139,8 +141,7 @@ static inline size_t divide_up(size_t a, size_t b) {
 // A grid of `blocks` in x; more than 2^31 - 1 cannot be launched.
 static inline cudaLaunchConfig_t launch_config(size_t blocks, int threads, size_t shared_bytes, cudaStream_t stream) {
     if (blocks > 0x7fffffff) die("a kernel of %zu blocks cannot be launched", blocks);
-    cudaLaunchConfig_t config;
-    memset(&config, 0, sizeof config);
+    cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)blocks, 1, 1);
     config.blockDim = dim3((unsigned)threads, 1, 1);
     config.dynamicSmemBytes = shared_bytes;

@@ -31,16 +31,20 @@
 #endif
 
 // Bytes of global memory that a thread reads and writes: the emulator adds them up, so that a test can hold a kernel to
-// the traffic that its header states.
+// the traffic that its header states. A vector access that is not aligned faults on a GPU; on a CPU it may pass.
 #ifdef __CUDACC__
 static __device__ __forceinline__ void count_read(size_t) {}
 static __device__ __forceinline__ void count_write(size_t) {}
+static __device__ __forceinline__ void check_aligned(const void *, size_t) {}
 #else
 static inline void count_read(size_t bytes) {
     emulator_count_read(bytes);
 }
 static inline void count_write(size_t bytes) {
     emulator_count_write(bytes);
+}
+static inline void check_aligned(const void *pointer, size_t bytes) {
+    emulator_check_aligned(pointer, bytes);
 }
 #endif
 

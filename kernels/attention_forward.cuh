@@ -1,0 +1,148 @@
+// attention_forward.cuh: flash attention (Dao, Fu, Ermon, Rudra, Ré, NeurIPS 2022; Dao, ICLR 2024), forward, bf16.
+//
+// A block of 4 warps owns 128 queries of a head, 32 a warp: with 32 rows each fragment of keys or values read from
+// shared memory feeds two products, and shared memory keeps up with the tensor cores. It walks over the keys up to its
+// last query in tiles of 64 (32 where HS > 96, for the sake of registers), two stages of keys and values in shared
+// memory: one is computed on while the next is copied. A tile costs one barrier. Each row keeps the largest score so
+// far and the sum of exponentials relative to it, rescaled when a larger one appears (online softmax); scores and
+// probabilities stay in registers. Tiles after the diagonal are never loaded, warps skip those that they see nothing
+// of, and only tiles on the diagonal are masked.
+//
+// Global memory, with R = 128 and tile = 64 or 32 as above, per head of T positions: reads queries once, 2 T HS bytes,
+// and keys and values once for each block, 4 HS sum over blocks of min(T, R * (block + 1)) bytes, which for long T is
+// 2 HS T^2 / R, most of it from L2; writes out once, 2 T HS bytes, and lse, 4 T bytes.
+// Operations: 4 HS T^2 / 2 on tensor cores and T^2 / 2 exponentials, and what lies above the diagonal in its tiles.
+#ifndef ATTENTION_FORWARD_CUH
+#define ATTENTION_FORWARD_CUH
+
+#include "attention_tile.cuh"
+
+// Online softmax of a tile of scores, before scaling: scores become exp(scale * (score - largest)); largest, sum and
+// result follow. `sum` is of this thread's columns alone. scale: log2(e) / sqrt(HS).
+template <int M, int N, int R>
+static __device__ __forceinline__ void online_softmax(float (&scores)[M][N][4], float (&largest)[M][2],
+                                                      float (&sum)[M][2], float (&result)[M][R][4], float scale) {
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float most = largest[i][half];
+#pragma unroll
+            for (int n = 0; n < N; n++) most = fmaxf(most, fmaxf(scores[i][n][half * 2], scores[i][n][half * 2 + 1]));
+            most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
+            const float offset = most * scale, correction = exp2_approx(largest[i][half] * scale - offset);
+            largest[i][half] = most;
+            float total = 0.0f;
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float *p = &scores[i][n][half * 2 + e];
+                    *p = exp2_approx(*p * scale - offset);
+                    total += *p;
+                }
+            sum[i][half] = sum[i][half] * correction + total;
+            // After the first tiles a larger score is rare.
+            if (correction != 1.0f)
+#pragma unroll
+                for (int n = 0; n < R; n++) {
+                    result[i][n][half * 2] *= correction;
+                    result[i][n][half * 2 + 1] *= correction;
+                }
+        }
+}
+
+template <int WIDTH> struct AttentionForward {
+    enum { M = 2, WARPS = 4, THREADS = WARPS * WARP, ROWS = WARPS * M * 16, KEYS = WIDTH <= 96 ? 64 : 32 };
+    enum { SHARED_BYTES = (ROWS + 2 * 2 * KEYS) * WIDTH * 2 };
+};
+
+template <int WIDTH, bool DROPOUT>
+static __global__ void __launch_bounds__(AttentionForward<WIDTH>::THREADS)
+    attention_forward_bf16_kernel(__nv_bfloat16 *out, float *lse, const __nv_bfloat16 *qkv, AttentionShape shape,
+                                  DropoutMask mask) {
+    constexpr int M = AttentionForward<WIDTH>::M, THREADS = AttentionForward<WIDTH>::THREADS;
+    constexpr int ROWS = AttentionForward<WIDTH>::ROWS, KEYS = AttentionForward<WIDTH>::KEYS;
+    DYNAMIC_SHARED(__nv_bfloat16, queries);         // [ROWS][WIDTH]
+    __nv_bfloat16 *stages = queries + ROWS * WIDTH; // [2][keys, values][KEYS][WIDTH]
+    const AttentionBlock block = attention_block(shape);
+    const int T = shape.T, HS = shape.HS, lane = threadIdx.x % WARP, row = (int)threadIdx.x / WARP * M * 16;
+    const int first = (shape.tiles - 1 - block.tile) * ROWS, first_row = first + row;
+    const int steps = ((T < first + ROWS ? T : first + ROWS) + KEYS - 1) / KEYS;
+    const __nv_bfloat16 *q = qkv + block.qkv, *k = q + block.C, *v = k + block.C;
+    tile_load<WIDTH, ROWS, THREADS>(queries, q, block.qkv_stride, first, T, HS);
+    tile_load<WIDTH, KEYS, THREADS>(stages, k, block.qkv_stride, 0, T, HS);
+    tile_load<WIDTH, KEYS, THREADS>(stages + KEYS * WIDTH, v, block.qkv_stride, 0, T, HS);
+    cp_async_commit();
+
+    float result[M][WIDTH / 8][4] = {}, largest[M][2], sum[M][2] = {};
+#pragma unroll
+    for (int i = 0; i < M; i++) largest[i][0] = largest[i][1] = -INFINITY;
+    for (int step = 0; step < steps; step++) {
+        const int key = step * KEYS;
+        const __nv_bfloat16 *keys = stages + step % 2 * 2 * KEYS * WIDTH, *values = keys + KEYS * WIDTH;
+        cp_async_wait<0>();
+        __syncthreads(); // this stage is complete, and the other is no longer read
+        if (step + 1 < steps) {
+            __nv_bfloat16 *next = stages + (step + 1) % 2 * 2 * KEYS * WIDTH;
+            tile_load<WIDTH, KEYS, THREADS>(next, k, block.qkv_stride, key + KEYS, T, HS);
+            tile_load<WIDTH, KEYS, THREADS>(next + KEYS * WIDTH, v, block.qkv_stride, key + KEYS, T, HS);
+        }
+        cp_async_commit();
+        if (first_row >= T || key >= first_row + M * 16) continue;
+        // Every row sees the first key of each tile from here on, so that `largest` is finite. Rows from T on too:
+        // their queries are zero, and so are keys and values from T on.
+        float scores[M][KEYS / 8][4] = {};
+        multiply_by_rows<WIDTH>(scores, queries, row, keys);
+        if (key + KEYS - 1 > first_row) mask_future<false>(scores, first_row, key);
+        online_softmax(scores, largest, sum, result, shape.scale * LOG2_E);
+        if constexpr (DROPOUT) {
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int t = first_row + i * 16 + half * 8 + lane / 4;
+                    const uint64_t at = attention_mask_row(shape, block.head, t) + (uint64_t)(key + lane % 4 * 2);
+#pragma unroll
+                    for (int n = 0; n < KEYS / 8; n++) {
+                        float factors[2];
+                        dropout_factors(factors, mask, at + (uint64_t)(n * 8));
+                        scores[i][n][half * 2] *= factors[0];
+                        scores[i][n][half * 2 + 1] *= factors[1];
+                    }
+                }
+        }
+        multiply<WIDTH>(result, scores, values);
+    }
+
+    if (first_row >= T) return;
+    float inverse[M][2];
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float total = sum[i][half];
+            total += __shfl_xor_sync(ALL_LANES, total, 1);
+            total += __shfl_xor_sync(ALL_LANES, total, 2);
+            inverse[i][half] = 1.0f / total;
+            const int t = first_row + i * 16 + half * 8 + lane / 4;
+            if (lane % 4 == 0 && t < T)
+                store_one(lse + (size_t)block.head * (size_t)T + (size_t)t,
+                          largest[i][half] * shape.scale + logf(total));
+        }
+    tile_store<WIDTH>(out + block.row, block.row_stride, first_row, T, HS, queries, row, result, inverse);
+}
+
+template <int WIDTH, bool DROPOUT>
+static void attention_forward_run(cudaStream_t stream, __nv_bfloat16 *out, float *lse, const __nv_bfloat16 *qkv, int B,
+                                  int T, int NH, int HS, DropoutMask mask) {
+    typedef AttentionForward<WIDTH> Tiles;
+    const AttentionShape shape = attention_shape(B, T, NH, HS, Tiles::ROWS, 2 * (size_t)HS * sizeof *qkv);
+    attention_allow_shared<attention_forward_bf16_kernel<WIDTH, DROPOUT>>(Tiles::SHARED_BYTES);
+    cudaLaunchConfig_t config =
+        launch_config((size_t)shape.heads * (size_t)shape.tiles, Tiles::THREADS, Tiles::SHARED_BYTES, stream);
+    launch(config, attention_forward_bf16_kernel<WIDTH, DROPOUT>, out, lse, qkv, shape, mask);
+}
+
+#endif

@@ -1,0 +1,229 @@
+// attention_tile.cuh: what the attention kernels share: which tile of which head a block works on, tiles of bf16 in
+// shared memory, and products of tiles on the tensor cores.
+//
+// A tile is rows x WIDTH elements, WIDTH being the head dimension HS rounded up to 64, 80, 96 or 128 with zeros. Its
+// 16-byte chunks are permuted within each row so that the eight rows which an ldmatrix phase reads, at one chunk, lie
+// in eight different groups of four banks, without padding: with S chunks a row, rows repeat their banks every 8 /
+// gcd(S, 8) rows, and gcd(S, 8) neighbouring chunks are exchanged by xor with the number of the repetition.
+#ifndef ATTENTION_TILE_CUH
+#define ATTENTION_TILE_CUH
+
+#include "dropout.cuh"
+
+static constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+// A head's tiles are blocks of one kernel. Blocks start in the order of their index: `group` heads at a time, as many
+// as the L2 cache holds, so that the tiles of a head find its keys and values there; within a group the tiles with the
+// most work first, so that none of these is the last to run.
+typedef struct {
+    int T, NH, HS;
+    int heads; // B * NH
+    int tiles; // of each head
+    int group;
+    float scale; // 1 / sqrt(HS)
+} AttentionShape;
+
+enum { ATTENTION_L2_BYTES = 16 << 20 };
+
+// A head's rows are read again by each of its tiles: `row_bytes` of them for each position.
+static inline AttentionShape attention_shape(int B, int T, int NH, int HS, int tile_rows, size_t row_bytes) {
+    AttentionShape shape;
+    shape.T = T;
+    shape.NH = NH;
+    shape.HS = HS;
+    shape.heads = B * NH;
+    shape.tiles = (int)divide_up((size_t)T, (size_t)tile_rows);
+    const size_t group = ATTENTION_L2_BYTES / ((size_t)T * row_bytes);
+    shape.group = group < 1 ? 1 : group < (size_t)shape.heads ? (int)group : shape.heads;
+    shape.scale = 1.0f / sqrtf((float)HS);
+    return shape;
+}
+
+// A kernel may use more than 48 KB of shared memory once this is set, for the rest of the program.
+template <auto kernel> static void attention_allow_shared(int bytes) {
+    static bool allowed = false;
+    if (!allowed) cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    allowed = true;
+}
+
+// Where a block works. Offsets are in elements.
+struct AttentionBlock {
+    int head;        // b * NH + h
+    int tile;        // in order of work: 0 has the most
+    size_t qkv, row; // of the head's first query in qkv, (B, T, 3, NH, HS), and in out, (B, T, NH, HS)
+    size_t qkv_stride, row_stride, C;
+};
+
+static __device__ __forceinline__ AttentionBlock attention_block(const AttentionShape &shape) {
+    const int per_group = shape.group * shape.tiles;
+    const int first = (int)blockIdx.x / per_group * shape.group, within = (int)blockIdx.x % per_group;
+    const int heads = shape.heads - first < shape.group ? shape.heads - first : shape.group;
+    AttentionBlock block;
+    block.head = first + within % heads;
+    block.tile = within / heads;
+    const size_t b = (size_t)(block.head / shape.NH), h = (size_t)(block.head % shape.NH), T = (size_t)shape.T;
+    block.C = (size_t)shape.NH * (size_t)shape.HS;
+    block.row = b * T * block.C + h * (size_t)shape.HS;
+    block.qkv = b * T * 3 * block.C + h * (size_t)shape.HS;
+    block.row_stride = block.C;
+    block.qkv_stride = 3 * block.C;
+    return block;
+}
+
+// Index of element (t, 0) of the head's dropout mask.
+static __device__ __forceinline__ uint64_t attention_mask_row(const AttentionShape &shape, int head, int t) {
+    return ((uint64_t)head * (uint64_t)shape.T + (uint64_t)t) * (uint64_t)shape.T;
+}
+
+// -------------------------------------------------------------------------------------------- tiles in shared memory
+
+// Where chunk `chunk` of row `row` of a tile begins, in elements.
+template <int WIDTH> static __device__ __forceinline__ int tile_at(int row, int chunk) {
+    constexpr int CHUNKS = WIDTH / 8, EXCHANGED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
+    static_assert(CHUNKS % 2 == 0, "rows of an odd number of chunks need no permutation");
+    return (row * CHUNKS + (chunk ^ (row / (8 / EXCHANGED) % EXCHANGED))) * 8;
+}
+
+// tile = ROWS rows of `from` (stride apart) starting at `first`; zeros from row T and from column HS on. Asynchronous
+// where rows are 16-byte aligned, else element by element.
+template <int WIDTH, int ROWS, int THREADS>
+static __device__ __forceinline__ void tile_load(__nv_bfloat16 *tile, const __nv_bfloat16 *from, size_t stride,
+                                                 int first, int T, int HS) {
+    constexpr int CHUNKS = WIDTH / 8;
+    for (int i = (int)threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+        const int row = i / CHUNKS, chunk = i % CHUNKS, t = first + row;
+        __nv_bfloat16 *to = tile + tile_at<WIDTH>(row, chunk);
+        if (HS % 8 == 0) {
+            const bool inside = t < T && chunk * 8 < HS;
+            cp_async16(to, inside ? from + (size_t)t * stride + chunk * 8 : from, inside ? 16 : 0);
+        } else {
+            for (int e = 0; e < 8; e++) {
+                const int column = chunk * 8 + e;
+                to[e] = t < T && column < HS ? load_one(from + (size_t)t * stride + column)
+                                             : from_float<__nv_bfloat16>(0.0f);
+            }
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------- products on the tensor cores
+//
+// A warp owns M * 16 rows. An array [M][N][4] is M x N accumulators of 16 x 8: with group = lane / 4 and pair = lane %
+// 4
+// * 2, element [i][n][half * 2 + e] stands at row i * 16 + half * 8 + group, column n * 8 + pair + e.
+
+// d += a b^T: rows `row` .. of tile a times rows 0 .. N * 8 of tile b, summed over columns.
+template <int WIDTH, int M, int N>
+static __device__ __forceinline__ void multiply_by_rows(float (&d)[M][N][4], const __nv_bfloat16 *a, int row,
+                                                        const __nv_bfloat16 *b) {
+    static_assert(N % 2 == 0, "b comes in 16 rows at a time");
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int k = 0; k < WIDTH / 16; k++) {
+        uint32_t left[M][4];
+#pragma unroll
+        for (int i = 0; i < M; i++)
+            ldmatrix_x4(left[i], a + tile_at<WIDTH>(row + i * 16 + lane % 16, k * 2 + lane / 16));
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            uint32_t right[4];
+            ldmatrix_x4(right, b + tile_at<WIDTH>(n * 8 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+            const uint32_t even[2] = {right[0], right[1]}, odd[2] = {right[2], right[3]};
+#pragma unroll
+            for (int i = 0; i < M; i++) {
+                mma_m16n8k16(d[i][n], left[i], even);
+                mma_m16n8k16(d[i][n + 1], left[i], odd);
+            }
+        }
+    }
+}
+
+static __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    uint32_t bits;
+    memcpy(&bits, &pair, sizeof bits);
+    return bits;
+}
+
+// d += p b: p, rounded to bf16, times rows 0 .. N * 8 of tile b. Accumulators are laid out as the left operand's
+// fragments are, two of 16 x 8 making one of 16 x 16, so p never leaves its registers.
+template <int WIDTH, int M, int N>
+static __device__ __forceinline__ void multiply(float (&d)[M][WIDTH / 8][4], const float (&p)[M][N][4],
+                                                const __nv_bfloat16 *b) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int k = 0; k < N / 2; k++) {
+        uint32_t left[M][4];
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+                left[i][r] = bf16_pair(p[i][k * 2 + r / 2][r % 2 * 2], p[i][k * 2 + r / 2][r % 2 * 2 + 1]);
+#pragma unroll
+        for (int n = 0; n < WIDTH / 8; n += 2) {
+            uint32_t right[4];
+            ldmatrix_x4_transposed(right, b + tile_at<WIDTH>(k * 16 + lane % 16, n + lane / 16));
+            const uint32_t even[2] = {right[0], right[1]}, odd[2] = {right[2], right[3]};
+#pragma unroll
+            for (int i = 0; i < M; i++) {
+                mma_m16n8k16(d[i][n], left[i], even);
+                mma_m16n8k16(d[i][n + 1], left[i], odd);
+            }
+        }
+    }
+}
+
+// Rows first .. of `to` (stride apart) = d, row by row times factor, rounded; rows from T and columns from HS on are
+// left alone. Goes through the warp's own rows, `row` .., of a tile that nobody needs any more, so that a row is
+// written 16 bytes at a time.
+template <int WIDTH, int M>
+static __device__ __forceinline__ void tile_store(__nv_bfloat16 *to, size_t stride, int first, int T, int HS,
+                                                  __nv_bfloat16 *tile, int row, const float (&d)[M][WIDTH / 8][4],
+                                                  const float (&factor)[M][2]) {
+    constexpr int CHUNKS = WIDTH / 8;
+    const int lane = threadIdx.x % WARP;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int n = 0; n < CHUNKS; n++) {
+                const float *x = &d[i][n][half * 2], f = factor[i][half];
+                const uint32_t bits = bf16_pair(x[0] * f, x[1] * f);
+                memcpy(tile + tile_at<WIDTH>(row + i * 16 + half * 8 + lane / 4, n) + lane % 4 * 2, &bits, sizeof bits);
+            }
+    __syncwarp();
+    for (int i = lane; i < M * 16 * CHUNKS; i += WARP) {
+        const int t = first + i / CHUNKS, chunk = i % CHUNKS;
+        if (t >= T || chunk * 8 >= HS) continue;
+        const __nv_bfloat16 *from = tile + tile_at<WIDTH>(row + i / CHUNKS, chunk);
+        __nv_bfloat16 *at = to + (size_t)t * stride + chunk * 8;
+        if (HS % 8 == 0) {
+            Pack<__nv_bfloat16, 8> values;
+            memcpy(&values, from, sizeof values);
+            store<8>(at, values);
+        } else {
+            for (int e = 0; e < 8 && chunk * 8 + e < HS; e++) store_one(at + e, from[e]);
+        }
+    }
+}
+
+// Sets scores of keys after their query to -infinity. Element (i, j) of `scores` is that of query first_query + i and
+// key first_key + j, or, where ROWS_ARE_KEYS, of key first_key + i and query first_query + j.
+template <bool ROWS_ARE_KEYS, int M, int N>
+static __device__ __forceinline__ void mask_future(float (&scores)[M][N][4], int first_query, int first_key) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int r = i * 16 + e / 2 * 8 + lane / 4, c = n * 8 + lane % 4 * 2 + e % 2;
+                const int query = first_query + (ROWS_ARE_KEYS ? c : r), key = first_key + (ROWS_ARE_KEYS ? r : c);
+                if (key > query) scores[i][n][e] = -INFINITY;
+            }
+}
+
+#endif
