@@ -49,13 +49,13 @@ BLOCK_TENSORS = [
     ("attproj_weight", (1, 1), "matrix"),
     ("mlp_weight", (4, 1), "matrix"),
     ("mlpproj_weight", (1, 4), "matrix"),
+    ("qkv_bias", (3,), "bias"),
+    ("mlp_bias", (4,), "bias"),
     ("ln1_weight", (1,), "norm"),
     ("ln1_bias", (1,), "bias"),
-    ("qkv_bias", (3,), "bias"),
     ("attproj_bias", (1,), "bias"),
     ("ln2_weight", (1,), "norm"),
     ("ln2_bias", (1,), "bias"),
-    ("mlp_bias", (4,), "bias"),
     ("mlpproj_bias", (1,), "bias"),
 ]
 
@@ -158,7 +158,7 @@ def losses(case, params, tokens, targets):
     x = params[0][tokens] + params[1][:T]
     causal = torch.ones(T, T, dtype=torch.bool).tril()
     for block in range(case.L):
-        (qkv_w, proj_w, mlp_w, mlp_proj_w, ln1_w, ln1_b, qkv_b, proj_b, ln2_w, ln2_b, mlp_b,
+        (qkv_w, proj_w, mlp_w, mlp_proj_w, qkv_b, mlp_b, ln1_w, ln1_b, proj_b, ln2_w, ln2_b,
          mlp_proj_b) = params[2 + 12 * block:14 + 12 * block]
         h = F.layer_norm(x, (C,), ln1_w, ln1_b, LAYERNORM_EPSILON)
         q, k, v = F.linear(h, qkv_w, qkv_b).view(B, T, 3, NH, C // NH).permute(2, 0, 3, 1, 4)  # each (B, NH, T, HS)
@@ -287,7 +287,7 @@ def loss_in_numpy(case, weights, tokens, targets):
     for b in range(case.B):
         x = [w[0][tokens[b, t]] + w[1][t] for t in range(case.T)]
         for block in range(case.L):
-            (qkv_w, proj_w, mlp_w, mlp_proj_w, ln1_w, ln1_b, qkv_b, proj_b, ln2_w, ln2_b, mlp_b,
+            (qkv_w, proj_w, mlp_w, mlp_proj_w, qkv_b, mlp_b, ln1_w, ln1_b, proj_b, ln2_w, ln2_b,
              mlp_proj_b) = w[2 + 12 * block:14 + 12 * block]
             qkv = [qkv_w @ layer_norm(row, ln1_w, ln1_b) + qkv_b for row in x]
             for t in range(case.T):

@@ -16,7 +16,7 @@
 
 #include <glob.h>
 
-#include "gpt.h"
+#include "pipeline_parallel.h"
 #include "golden.h"
 
 typedef struct {
@@ -42,31 +42,40 @@ typedef struct {
     Ops ops;
     Layout layout;
     Zero zero;
+    TensorParallel tensor;
     GPT model;
+    Pipeline pipeline;
 } Run;
 
 static void run_open(Run *run, const Golden *golden) {
     memset(run, 0, sizeof *run);
     const ModelShape shape = {golden->L, golden->NH, golden->C, golden->context_length, golden->V};
-    const LayoutCut cut = layout_whole(&shape, 1);
+    const LayoutCut cut = layout_whole(1);
     cudaStream_t compute, communication;
     cuda_check(cudaStreamCreate(&compute));
     cuda_check(cudaStreamCreateWithFlags(&communication, cudaStreamNonBlocking));
     layout_init(&run->layout, &shape, &cut);
-    comm_init(&run->comm, &run->memory, 0, 1, 1, 60, communication);
+    const CommOptions ranks = {{1, 1, 1}, 1, false, 60};
+    comm_init(&run->comm, &run->memory, 0, &ranks, compute, communication);
+    tensor_parallel_init(&run->tensor, &run->layout, &run->comm, false);
     const int rows = golden->B * golden->T;
     const OpsShape largest = {golden->B, golden->T, golden->C, golden->NH, golden->V, run->layout.padded_vocab, rows};
     ops_init(&run->ops, &run->memory, &largest, NULL, compute);
-    const ZeroOptions sharding = {1, true, true, true};
+    const ZeroOptions sharding = {1, true, true, true, false};
     zero_init(&run->zero, &run->memory, &run->layout, strategy_find("ddp"), &sharding, &run->comm, &run->ops, compute,
               1);
-    const GPTOptions options = {golden->B, golden->T, 1, 1, 0, false, 1};
-    gpt_init(&run->model, &run->memory, &run->layout, &run->ops, &run->zero, &options);
+    const GPTOptions options = {golden->B, golden->T, 1, 0, false, 1};
+    const int alive = 1;
+    gpt_init(&run->model, &run->memory, &run->layout, &run->ops, &run->zero, &run->tensor, &alive, &options);
+    PipelineItem *items = (PipelineItem *)table_alloc(2, sizeof(PipelineItem));
+    pipeline_schedule(1, 1, 0, 1, items);
+    pipeline_init(&run->pipeline, &run->comm, &run->model, items, 2, 1);
     // Whatever is read before it is written must show: all ones are NaN in every floating-point type.
     cuda_check(cudaMemset(run->model.arena, 0xFF, run->model.arena_bytes));
 }
 
 static void run_close(Run *run) {
+    pipeline_free(&run->pipeline);
     gpt_free(&run->model);
     zero_free(&run->zero);
     ops_free(&run->ops);
@@ -197,8 +206,8 @@ static void test_file(void **state) {
                        .epsilon = golden.epsilon,
                        .weight_decay = golden.weight_decay,
                        .step = step + 1};
-        gpt_begin_step(&run.model);
-        gpt_micro_batch(&run.model, &batch);
+        pipeline_begin_step(&run.pipeline);
+        for (int i = 0; i < run.pipeline.n_items; i++) pipeline_run(&run.pipeline, i, &batch);
         const double loss_sum = gpt_loss(&run.model);
         if (step == 0) failures += check_gradients(&run, &golden);
         const StepResult result = zero_step(&run.zero, &hyper, (double)golden.grad_clip, loss_sum, false);

@@ -32,7 +32,8 @@ static void check_units(const Layout *layout) {
         at += unit->size;
     }
     assert_int_equal(layout->size, at);
-    if (layout->cut.tensor_parallel == 1) assert_int_equal(elements, layout->parameters);
+    if (layout->cut.tensor_parallel * layout->cut.pipeline_parallel == 1)
+        assert_int_equal(elements, layout->parameters);
 }
 
 static void every_shape_and_rank_count(void **state) {
@@ -45,7 +46,7 @@ static void every_shape_and_rank_count(void **state) {
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
         for (int ranks = 1; ranks <= 64; ranks++) {
             Layout layout;
-            LayoutCut cut = layout_whole(&shapes[i], ranks);
+            LayoutCut cut = layout_whole(ranks);
             layout_init(&layout, &shapes[i], &cut);
             check_units(&layout);
             layout_free(&layout);
@@ -67,7 +68,7 @@ static void large_models(void **state) {
     (void)state;
     const ModelShape shape = {96, 96, 12288, 2048, 50257};
     Layout layout;
-    const LayoutCut cut = layout_whole(&shape, 1000);
+    const LayoutCut cut = layout_whole(1000);
     layout_init(&layout, &shape, &cut);
     check_units(&layout);
     assert_int_equal(layout.parameters, 174604259328ull);
@@ -84,7 +85,7 @@ static void tensor_slices_cover(void **state) {
         int replicas[2 + BLOCK_TENSORS + FINAL_TENSORS] = {0};
         for (int rank = 0; rank < ranks; rank++) {
             Layout layout;
-            LayoutCut cut = layout_whole(&shape, 3);
+            LayoutCut cut = layout_whole(3);
             cut.tensor_parallel = ranks;
             cut.tensor_rank = rank;
             layout_init(&layout, &shape, &cut);
@@ -122,19 +123,76 @@ static void stages_keep_ids(void **state) {
     (void)state;
     const ModelShape shape = {4, 2, 8, 8, 10};
     Layout whole, last;
-    LayoutCut cut = layout_whole(&shape, 2);
+    LayoutCut cut = layout_whole(2);
     layout_init(&whole, &shape, &cut);
-    cut.first_layer = 2;
-    cut.first_stage = false;
+    cut.pipeline_parallel = 2;
+    cut.pipeline_rank = 1;
     layout_init(&last, &shape, &cut);
     assert_int_equal(last.n_units, 4); // wte (the head is tied to it), two blocks, lnf
     assert_int_equal(last.wpe, -1);
-    assert_int_equal(last.units[last.first_block].layer, 2);
-    assert_int_equal(last.units[last.first_block].tensors[QKV_BIAS].id,
-                     whole.units[whole.first_block + 2].tensors[QKV_BIAS].id);
+    assert_int_equal(last.n_chunks, 1);
+    const Unit *block = &last.units[last.chunks[0].first_unit];
+    assert_int_equal(block->layer, 2);
+    assert_int_equal(block->tensors[QKV_BIAS].id, whole.units[whole.chunks[0].first_unit + 2].tensors[QKV_BIAS].id);
     assert_int_equal(last.units[last.final].tensors[LNF_BIAS].id, whole.units[whole.final].tensors[LNF_BIAS].id);
     layout_free(&whole);
     layout_free(&last);
+}
+
+// The stages of every pipeline cover the blocks once, in order, each with one at least; the ranks' units add up to the
+// model and a second wte; and no other cut of as many stages has a shorter slowest one.
+static void stages_cover_and_balance(void **state) {
+    (void)state;
+    for (int L = 1; L <= 14; L++)
+        for (int C = 1; C <= 4096; C *= 8)
+            for (int P = 1; P <= L; P++)
+                for (int V = 1; P * V <= L && (P > 1 || V == 1); V++) {
+                    const ModelShape shape = {L, 1, C, 4, 50257};
+                    const int stages = P * V;
+                    const double head = (double)shape.vocab_size / (12.0 * C);
+                    double slowest = 0;
+                    for (int s = 0, at = 0; s < stages; s++) {
+                        assert_int_equal(layout_stage_begin(&shape, stages, s), at);
+                        const int end = layout_stage_begin(&shape, stages, s + 1);
+                        assert_true(end > at);
+                        slowest = fmax(slowest, end - at + (s == stages - 1 ? head : 0));
+                        at = end;
+                    }
+                    assert_int_equal(layout_stage_begin(&shape, stages, stages), L);
+                    for (int last = 1; last <= L - stages + 1 && stages > 1; last++)
+                        assert_true(slowest <= fmax(last + head, ceil((double)(L - last) / (stages - 1))));
+                    int units = 0;
+                    for (int p = 0; p < P; p++) {
+                        LayoutCut cut = layout_whole(3);
+                        cut.pipeline_parallel = P;
+                        cut.pipeline_chunks = V;
+                        cut.pipeline_rank = p;
+                        Layout layout;
+                        layout_init(&layout, &shape, &cut);
+                        check_units(&layout);
+                        units += layout.n_units;
+                        layout_free(&layout);
+                    }
+                    assert_int_equal(units, L + 3 + (P > 1));
+                }
+}
+
+// What tensor ranks hold in common is the end of a unit: vectors, and nothing that is sliced.
+static void replicated_tensors_are_one_range(void **state) {
+    (void)state;
+    const ModelShape shape = {2, 4, 24, 8, 65};
+    for (int ranks = 1; ranks <= 4; ranks *= 2) {
+        LayoutCut cut = layout_whole(3);
+        cut.tensor_parallel = ranks;
+        Layout layout;
+        layout_init(&layout, &shape, &cut);
+        for (int u = 0; u < layout.n_units; u++) {
+            const Unit *unit = &layout.units[u];
+            for (int t = 0; t < unit->n_tensors; t++)
+                assert_int_equal(unit->tensors[t].offset >= unit->replicated, !unit->tensors[t].is_sliced);
+        }
+        layout_free(&layout);
+    }
 }
 
 int main(void) {
@@ -144,6 +202,8 @@ int main(void) {
         cmocka_unit_test(large_models),
         cmocka_unit_test(tensor_slices_cover),
         cmocka_unit_test(stages_keep_ids),
+        cmocka_unit_test(stages_cover_and_balance),
+        cmocka_unit_test(replicated_tensors_are_one_range),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

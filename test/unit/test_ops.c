@@ -188,6 +188,42 @@ static void test_gelu(void **state) {
 
 // Embedding
 
+static Vocabulary whole_vocabulary(int V) {
+    Vocabulary all = {0, V};
+    return all;
+}
+
+// Ranks that hold slices of the vocabulary: their embeddings add up to the whole one's, to the bit, and their gradients
+// are the rows of the whole one's. The last slice is empty, and one begins within the padding.
+static void test_embedding_slices(void **state) {
+    (void)state;
+    enum { B = 3, T = 11, C = 20, V = 37, SLICE = 16, SLICES = 4, N = B * T * C };
+    Ops *ops = open_ops(B, T, C, 1, SLICE * SLICES, SLICE * SLICES, 1);
+    Dropout dropout = {0.2f, 5, 3, 0};
+    Values wte = tensor(SLICE * SLICES * C, 1, 0, 1), wpe = tensor(T * C, 2, 0, 1), dout = tensor(N, 3, 0, 1);
+    int tokens[B * T];
+    for (size_t i = 0; i < B * T; i++) tokens[i] = (int)(random_u32(4, i) % V);
+    floatX *out = NEW(floatX, N), *part = NEW(floatX, N), *sum = NEW(floatX, N);
+    gradX *dwte = NEW(gradX, SLICE * SLICES * C), *dslice = NEW(gradX, SLICE * C);
+    for (size_t i = 0; i < SLICE * SLICES * C; i++) dwte[i] = gradX_from(0.5f);
+    embedding_forward(ops, out, tokens, wte.x, wpe.x, B, T, C, whole_vocabulary(V), dropout);
+    wte_backward(ops, dwte, dout.x, tokens, B, T, C, whole_vocabulary(V));
+    for (int slice = 0; slice < SLICES; slice++) {
+        const int left = V - slice * SLICE;
+        Vocabulary mine = {slice * SLICE, left < 0 ? 0 : left < SLICE ? left : SLICE};
+        embedding_forward(ops, part, tokens, wte.x + slice * SLICE * C, wpe.x, B, T, C, mine, dropout);
+        for (size_t i = 0; i < N; i++)
+            sum[i] = slice == 0 ? part[i] : floatX_from(floatX_to_float(sum[i]) + floatX_to_float(part[i]));
+        for (size_t i = 0; i < SLICE * C; i++) dslice[i] = gradX_from(0.5f);
+        wte_backward(ops, dslice, dout.x, tokens, B, T, C, mine);
+        assert_memory_equal(dslice, dwte + slice * SLICE * C, SLICE * C * sizeof(gradX));
+    }
+    for (size_t i = 0; i < N; i++) assert_true(floatX_to_float(sum[i]) == floatX_to_float(out[i])); // -0 equals 0
+    drop(&wte), drop(&wpe), drop(&dout);
+    free(out), free(part), free(sum), free(dwte), free(dslice);
+    close_ops(ops);
+}
+
 static void test_embedding(void **state) {
     (void)state;
     int shapes[][4] = {{3, 7, 5, 11}, {1, 1, 1, 3}, {2, 9, 257, 128}, {4, 64, 33, 2}}; // B, T, C, Vp
@@ -195,7 +231,7 @@ static void test_embedding(void **state) {
         for (int variant = 0; variant < 2; variant++) {
             int B = shapes[k][0], T = shapes[k][1], C = shapes[k][2], Vp = shapes[k][3], positions = T + 3;
             Ops *ops = open_ops(B, T, C, 1, Vp, Vp, 1);
-            Dropout dropout = {variant ? 0.3f : 0.0f, 5, 3};
+            Dropout dropout = {variant ? 0.3f : 0.0f, 5, 3, 0};
             size_t rows = (size_t)(B * T), n = rows * (size_t)C;
             Values wte = tensor((size_t)(Vp * C), 1, 0, 1), wpe = tensor((size_t)(positions * C), 2, 0, 1);
             Values dout = tensor(n, 3, 0, 1);
@@ -212,11 +248,11 @@ static void test_embedding(void **state) {
                     want_wpe[position] += dout.d[i];
                 }
             gradX *dwte = grad_buffer(want_wte, wte.n, 1), *dwpe = grad_buffer(want_wpe, wpe.n, variant);
-            embedding_forward(ops, out, tokens, wte.x, wpe.x, B, T, C, dropout);
+            embedding_forward(ops, out, tokens, wte.x, wpe.x, B, T, C, whole_vocabulary(Vp), dropout);
             check_x(out, want, n);
             wpe_backward(ops, dwpe, dout.x, B, T, C, positions, variant);
             check_g(dwpe, want_wpe, wpe.n);
-            wte_backward(ops, dwte, dout.x, tokens, B, T, C);
+            wte_backward(ops, dwte, dout.x, tokens, B, T, C, whole_vocabulary(Vp));
             check_g(dwte, want_wte, wte.n);
             drop(&wte), drop(&wpe), drop(&dout);
             free(tokens), free(out), free(want), free(want_wte), free(want_wpe), free(dwte), free(dwpe);
@@ -318,7 +354,7 @@ static void test_layernorm(void **state) {
             check_g(db, want_b, (size_t)C);
 
             // fused with the residual; the layer norm is that of the rounded residual
-            Dropout dropout = {variant ? 0.25f : 0.0f, 11, 1};
+            Dropout dropout = {variant ? 0.25f : 0.0f, 11, 1, 0};
             for (size_t i = 0; i < n; i++) want[i] = x.d[i] + mask_factor(dropout, i) * branch.d[i];
             memset(out, 0xff, n * sizeof(floatX));
             memset(mean, 0xff, rows * sizeof(float)), memset(rstd, 0xff, rows * sizeof(float));
@@ -345,7 +381,7 @@ static void test_residual_and_dropout(void **state) {
         for (int variant = 0; variant < 2; variant++) {
             size_t n = sizes[k];
             Ops *ops = open_ops(1, 1, 8, 1, 2, 2, 1);
-            Dropout dropout = {variant ? 0.1f : 0.0f, 9, 4294967290ull}; // the index passes 2^32
+            Dropout dropout = {variant ? 0.1f : 0.0f, 9, 4294967290ull, 0}; // the index passes 2^32
             Values x = tensor(n, 1, 0, 1), y = tensor(n, 2, 0, 1);
             double *want = doubles(n);
             floatX *out = NEW(floatX, n);
@@ -375,7 +411,7 @@ static void test_dropout_statistics_and_splits(void **state) {
     for (size_t i = 0; i < n; i++) ones[i] = floatX_from(1.0f);
     float rates[] = {0.1f, 0.5f, 0.9f};
     for (int k = 0; k < 3; k++) {
-        Dropout dropout = {rates[k], 1234, 17}, second = {rates[k], 1234, 17 + half};
+        Dropout dropout = {rates[k], 1234, 17, 0}, second = {rates[k], 1234, 17 + half, 0};
         dropout_backward(ops, whole, ones, n, dropout);
         dropout_backward(ops, parts, ones, half, dropout);
         dropout_backward(ops, parts + half, ones, n - half, second);
@@ -394,17 +430,17 @@ static void test_dropout_statistics_and_splits(void **state) {
     enum { B = 4, T = 10, NH = 2, HS = 12, C = NH * HS };
     Values qkv = tensor(B * T * 3 * C, 3, 0, 1);
     float lse[B * NH * T];
-    uint64_t mask_size = (uint64_t)(2 * NH * T * T);
-    Dropout dropout = {0.5f, 99, 5}, second = {0.5f, 99, 5 + mask_size};
+    uint64_t stride = (uint64_t)(NH * T * T);
+    Dropout dropout = {0.5f, 99, 5, stride}, second = {0.5f, 99, 5 + 2 * stride, stride};
     attention_forward(ops, whole, lse, qkv.x, B, T, NH, HS, dropout);
     attention_forward(ops, parts, lse, qkv.x, 2, T, NH, HS, dropout);
     attention_forward(ops, parts + 2 * T * C, lse, qkv.x + 2 * T * 3 * C, 2, T, NH, HS, second);
     assert_memory_equal(whole, parts, B * T * C * sizeof(floatX));
     int tokens[B * T] = {0};
-    Dropout embedding_second = {0.5f, 99, 5 + 2 * T * C};
-    embedding_forward(ops, whole, tokens, qkv.x, qkv.x, B, T, C, dropout);
-    embedding_forward(ops, parts, tokens, qkv.x, qkv.x, 2, T, C, dropout);
-    embedding_forward(ops, parts + 2 * T * C, tokens, qkv.x, qkv.x, 2, T, C, embedding_second);
+    Dropout embedding_second = {0.5f, 99, 5 + 2 * T * C, 0};
+    embedding_forward(ops, whole, tokens, qkv.x, qkv.x, B, T, C, whole_vocabulary(1), dropout);
+    embedding_forward(ops, parts, tokens, qkv.x, qkv.x, 2, T, C, whole_vocabulary(1), dropout);
+    embedding_forward(ops, parts + 2 * T * C, tokens, qkv.x, qkv.x, 2, T, C, whole_vocabulary(1), embedding_second);
     assert_memory_equal(whole, parts, B * T * C * sizeof(floatX));
     drop(&qkv);
     free(ones), free(whole), free(parts);
@@ -575,7 +611,7 @@ static void test_attention_reference(void **state) {
     (void)state;
     enum { B = 2, T = 5, NH = 2, HS = 3, C = NH * HS };
     for (int variant = 0; variant < 2; variant++) {
-        Dropout dropout = {variant ? 0.4f : 0.0f, 8, 2};
+        Dropout dropout = {variant ? 0.4f : 0.0f, 8, 2, NH * T * T};
         Values qkv = tensor(B * T * 3 * C, 1, 0, 1), dout = tensor(B * T * C, 2, 0, 1);
         double out[B * T * C], lse[B * NH * T], dqkv[B * T * 3 * C], numerical[B * T * 3 * C];
         attention_backward_reference(dqkv, dout.d, qkv.d, B, T, NH, HS, dropout);
@@ -603,7 +639,7 @@ static void test_attention(void **state) {
         for (int variant = 0; variant < 2; variant++) {
             int B = shapes[k][0], T = shapes[k][1], NH = shapes[k][2], HS = shapes[k][3], C = NH * HS;
             Ops *ops = open_ops(B, T, C, NH, 2, 2, 1);
-            Dropout dropout = {variant ? 0.2f : 0.0f, 8, 3};
+            Dropout dropout = {variant ? 0.2f : 0.0f, 8, 3, (uint64_t)(NH * T * T)};
             size_t n = (size_t)(B * T * C);
             Values qkv = tensor(3 * n, 1, 0, 1.5), dout = tensor(n, 2, 0, 1);
             double *want = doubles(n), *want_lse = doubles((size_t)(B * NH * T)), *want_d = doubles(3 * n);
@@ -833,12 +869,80 @@ static void test_accumulate_gradient(void **state) {
 
 enum { BITS_BYTES = 4 << 20 };
 
+// The classifier of ranks that hold columns: with the statistics of all, each has the loss of the whole and its columns
+// of the gradient. The last slice is all padding; the target is in any, or -1.
+static void test_classifier_slices(void **state) {
+    (void)state;
+    enum { ROWS = 7, V = 300, SLICE = 128, SLICES = 4, Vp = SLICE * SLICES };
+    Ops *ops = open_ops(1, ROWS, 1, 1, V, Vp, ROWS);
+    Values x = tensor(ROWS * Vp, 1, 0, 3);
+    int targets[ROWS] = {0, 299, -1, 128, 127, 256, 17};
+    float losses[ROWS], losses_slice[ROWS], all[SLICES * ROWS * 3];
+    floatX *whole = NEW(floatX, ROWS * Vp), *slice = NEW(floatX, SLICES * ROWS * SLICE);
+    memcpy(whole, x.x, ROWS * Vp * sizeof(floatX));
+    classifier(ops, whole, losses, targets, ROWS, V, Vp, 0.1f, 1);
+    for (int pass = 0; pass < 2; pass++)
+        for (int s = 0; s < SLICES; s++) {
+            const int left = V - s * SLICE;
+            Vocabulary mine = {s * SLICE, left < 0 ? 0 : left < SLICE ? left : SLICE};
+            floatX *columns = slice + s * ROWS * SLICE;
+            if (pass == 0) {
+                for (int row = 0; row < ROWS; row++)
+                    memcpy(columns + row * SLICE, x.x + row * Vp + s * SLICE, SLICE * sizeof(floatX));
+                classifier_statistics(ops, all + s * ROWS * 3, columns, targets, ROWS, SLICE, mine);
+                continue;
+            }
+            memset(losses_slice, 0xFF, sizeof losses_slice);
+            classifier_sliced(ops, columns, losses_slice, targets, all, SLICES, ROWS, SLICE, mine, 0.1f, 1);
+            double error = 0, norm = 1e-30;
+            for (int row = 0; row < ROWS; row++) {
+                assert_true(fabsf(losses_slice[row] - losses[row]) <= 1e-6f * (1.0f + fabsf(losses[row])));
+                for (int i = 0; i < SLICE; i++) {
+                    double got = floatX_to_float(columns[row * SLICE + i]);
+                    double want = floatX_to_float(whole[row * Vp + s * SLICE + i]);
+                    error += (got - want) * (got - want);
+                    norm += want * want;
+                    if (i >= mine.count || targets[row] == -1) assert_true(got == 0.0);
+                }
+            }
+            // One rounding to bf16 of factors that differ in the last bit of fp32.
+            assert_true(sqrt(error / norm) < (BF16 ? 1e-3 : 1e-6));
+        }
+    drop(&x);
+    free(whole), free(slice);
+    close_ops(ops);
+}
+
+// A rank that holds some of the heads draws their part of the mask.
+static void test_attention_slices_draw_the_same_mask(void **state) {
+    (void)state;
+    enum { B = 2, T = 19, NH = 4, HS = 8, C = NH * HS, HALF = C / 2 };
+    Ops *ops = open_ops(B, T, C, NH, 2, 2, 1);
+    Dropout dropout = {0.3f, 8, 77, NH * T * T};
+    Values qkv = tensor(B * T * 3 * C, 1, 0, 1);
+    floatX *whole = NEW(floatX, B * T * C), *half = NEW(floatX, B * T * HALF), *part = NEW(floatX, B * T * 3 * HALF);
+    float lse[B * NH * T];
+    attention_forward(ops, whole, lse, qkv.x, B, T, NH, HS, dropout);
+    for (int rank = 0; rank < 2; rank++) {
+        for (size_t i = 0; i < B * T * 3; i++)
+            memcpy(part + i * HALF, qkv.x + i * C + rank * HALF, HALF * sizeof(floatX));
+        Dropout mine = dropout;
+        mine.first += (uint64_t)(rank * NH / 2 * T * T);
+        attention_forward(ops, half, lse, part, B, T, NH / 2, HS, mine);
+        for (size_t i = 0; i < B * T; i++)
+            assert_memory_equal(half + i * HALF, whole + i * C + rank * HALF, HALF * sizeof(floatX));
+    }
+    drop(&qkv);
+    free(whole), free(half), free(part);
+    close_ops(ops);
+}
+
 // Runs every operation that is not a product of oneDNN and returns the bytes of all results.
 static size_t run_all(int threads, char *bits) {
     omp_set_num_threads(threads);
     enum { B = 3, T = 75, NH = 3, HS = 20, C = NH * HS, V = 190, Vp = 256, ROWS = B * T };
     Ops *ops = open_ops(B, T, C, NH, V, Vp, ROWS);
-    Dropout dropout = {0.1f, 3, 1};
+    Dropout dropout = {0.1f, 3, 1, NH * T * T};
     size_t n = ROWS * C;
     Values x = tensor(n, 1, 0, 1), y = tensor(n, 2, 0, 1), w = tensor(C, 3, 1, 0.1), b = tensor(C, 4, 0, 1);
     Values qkv = tensor(3 * n, 5, 0, 1), wte = tensor(Vp * C, 6, 0, 1), logits = tensor(ROWS * Vp, 7, 0, 1);
@@ -873,8 +977,8 @@ static size_t run_all(int threads, char *bits) {
     TAKE(gradX, g, n);
     residual_layernorm_forward(ops, residual, out, mean, rstd, x.x, y.x, w.x, b.x, ROWS, C, dropout);
     layernorm_backward(ops, dx, 1, dw, db, y.x, residual, w.x, mean, rstd, ROWS, C, 0);
-    embedding_forward(ops, embedded, tokens, wte.x, wte.x, B, T, C, dropout);
-    wte_backward(ops, dwte, x.x, tokens, B, T, C);
+    embedding_forward(ops, embedded, tokens, wte.x, wte.x, B, T, C, whole_vocabulary(Vp), dropout);
+    wte_backward(ops, dwte, x.x, tokens, B, T, C, whole_vocabulary(Vp));
     wpe_backward(ops, dwpe, x.x, B, T, C, T, 0);
     attention_forward(ops, attended, lse, qkv.x, B, T, NH, HS, dropout);
     attention_backward(ops, dqkv, x.x, qkv.x, attended, lse, B, T, NH, HS, dropout);
@@ -956,6 +1060,9 @@ int main(void) {
         cmocka_unit_test(test_exp),
         cmocka_unit_test(test_gelu),
         cmocka_unit_test(test_embedding),
+        cmocka_unit_test(test_embedding_slices),
+        cmocka_unit_test(test_classifier_slices),
+        cmocka_unit_test(test_attention_slices_draw_the_same_mask),
         cmocka_unit_test(test_layernorm_reference),
         cmocka_unit_test(test_layernorm),
         cmocka_unit_test(test_residual_and_dropout),
