@@ -169,7 +169,7 @@ static inline GoldenKind golden_kind(const Golden *golden, int id) {
     const int in_unit = (id - 2) % 12;
     if (id >= 2 + 12 * golden->L) return in_unit == 0 ? GOLDEN_NORM : GOLDEN_BIAS;
     if (in_unit < 4) return GOLDEN_MATRIX;
-    return in_unit == 4 || in_unit == 8 ? GOLDEN_NORM : GOLDEN_BIAS;
+    return in_unit == 6 || in_unit == 9 ? GOLDEN_NORM : GOLDEN_BIAS;
 }
 
 // A tensor's initial values, all of them: exact in float and in bf16.   out (size)
