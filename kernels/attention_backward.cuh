@@ -24,16 +24,17 @@
 #include "attention_tile.cuh"
 
 template <int WIDTH> struct AttentionBackwardQueries {
-    enum { M = 2, WARPS = 4, THREADS = WARPS * WARP, ROWS = WARPS * M * 16, KEYS = 32 };
-    enum { SHARED_BYTES = (2 * ROWS + 2 * 2 * KEYS) * WIDTH * 2 + ROWS * 4 };
+    enum { M = WIDTH <= 96 ? 2 : 1, WARPS = WIDTH <= 96 ? 4 : 8, THREADS = WARPS * WARP, ROWS = WARPS * M * 16 };
+    enum { KEYS = 32, SHARED_BYTES = (2 * ROWS + 2 * 2 * KEYS) * WIDTH * 2 + ROWS * 4 };
+    enum { MASK_WORDS = ROWS * KEYS / 32 }; // of a stage, behind the rest where there is dropout
 };
 
-// dots[row], row < 32, = dout . out of query first + row, and the same to `to`, which begins at query 0. By one warp;
+// dots[r], r < rows, = dout . out of query first + r, and the same to `to`, which begins at query 0. By one warp;
 // dout: a tile, rows from `row` on. Queries from T on get 0.
 template <int WIDTH>
 static __device__ __forceinline__ void attention_dots(float *dots, float *to, const __nv_bfloat16 *dout, int row,
-                                                      const __nv_bfloat16 *out, size_t stride, int first, int rows,
-                                                      int T, int HS) {
+                                                      const __nv_bfloat16 *out, int stride, int first, int rows, int T,
+                                                      int HS) {
     constexpr int LANES = WIDTH / 8 <= 8 ? 8 : 16; // of a row, a chunk each
     const int lane = threadIdx.x % WARP, chunk = lane % LANES;
 #pragma unroll 4
@@ -41,7 +42,7 @@ static __device__ __forceinline__ void attention_dots(float *dots, float *to, co
         const int t = first + r;
         float dot = 0.0f;
         if (t < T && chunk * 8 < HS) {
-            const __nv_bfloat16 *from = out + (size_t)t * stride + chunk * 8;
+            const __nv_bfloat16 *from = out + (int64_t)t * stride + chunk * 8;
             const __nv_bfloat16 *with = dout + tile_at<WIDTH>(row + r, chunk);
             if (HS % 8 == 0) {
                 const Pack<__nv_bfloat16, 8> o = load<8>(from);
@@ -74,6 +75,7 @@ static __global__ void __launch_bounds__(AttentionBackwardQueries<WIDTH>::THREAD
     __nv_bfloat16 *dresult = queries + ROWS * WIDTH;                            // [ROWS][WIDTH]
     __nv_bfloat16 *stages = dresult + ROWS * WIDTH;                             // [2][keys, values][KEYS][WIDTH]
     float *row_dots = reinterpret_cast<float *>(stages + 2 * 2 * KEYS * WIDTH); // [ROWS]
+    uint32_t *bits = reinterpret_cast<uint32_t *>(row_dots + ROWS);             // [2][ROWS][KEYS / 32]
     const AttentionBlock block = attention_block(shape);
     const int T = shape.T, HS = shape.HS, lane = threadIdx.x % WARP, row = (int)threadIdx.x / WARP * M * 16;
     const int first = (shape.tiles - 1 - block.tile) * ROWS, first_row = first + row;
@@ -85,6 +87,7 @@ static __global__ void __launch_bounds__(AttentionBackwardQueries<WIDTH>::THREAD
     tile_load<WIDTH, KEYS, THREADS>(stages, k, block.qkv_stride, 0, T, HS);
     tile_load<WIDTH, KEYS, THREADS>(stages + KEYS * WIDTH, v, block.qkv_stride, 0, T, HS);
     cp_async_commit();
+    if constexpr (DROPOUT) draw_mask<ROWS, KEYS, THREADS>(bits, mask, shape, block.head, first, 0);
     cp_async_wait<0>();
     __syncthreads();
     attention_dots<WIDTH>(row_dots + row, dots + head_rows, dresult, row, out + block.row, block.row_stride, first_row,
@@ -105,12 +108,16 @@ static __global__ void __launch_bounds__(AttentionBackwardQueries<WIDTH>::THREAD
     for (int step = 0; step < steps; step++) {
         const int key = step * KEYS;
         const __nv_bfloat16 *keys = stages + step % 2 * 2 * KEYS * WIDTH, *values = keys + KEYS * WIDTH;
+        [[maybe_unused]] const uint32_t *row_bits = bits + step % 2 * Tiles::MASK_WORDS;
         cp_async_wait<0>();
         __syncthreads(); // this stage is complete, and the other is no longer read
         if (step + 1 < steps) {
             __nv_bfloat16 *next = stages + (step + 1) % 2 * 2 * KEYS * WIDTH;
             tile_load<WIDTH, KEYS, THREADS>(next, k, block.qkv_stride, key + KEYS, T, HS);
             tile_load<WIDTH, KEYS, THREADS>(next + KEYS * WIDTH, v, block.qkv_stride, key + KEYS, T, HS);
+            if constexpr (DROPOUT)
+                draw_mask<ROWS, KEYS, THREADS>(bits + (step + 1) % 2 * Tiles::MASK_WORDS, mask, shape, block.head,
+                                               first, key + KEYS);
         }
         cp_async_commit();
         if (first_row >= T || key >= first_row + M * 16) continue;
@@ -122,19 +129,15 @@ static __global__ void __launch_bounds__(AttentionBackwardQueries<WIDTH>::THREAD
         for (int i = 0; i < M; i++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const int t = first_row + i * 16 + half * 8 + lane / 4;
-                const uint64_t at = attention_mask_row(shape, block.head, t) + (uint64_t)(key + lane % 4 * 2);
+                const uint32_t kept = DROPOUT ? row_bits[row + i * 16 + half * 8 + lane / 4] : 0;
 #pragma unroll
-                for (int n = 0; n < KEYS / 8; n++) {
-                    float factors[2] = {1.0f, 1.0f};
-                    if constexpr (DROPOUT) dropout_factors(factors, mask, at + (uint64_t)(n * 8));
+                for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
-                        const float probability = exp2_approx(p[i][n][half * 2 + e] * scale - row_lse[i][half]);
                         float *x = &ds[i][n][half * 2 + e];
-                        *x = probability * (*x * factors[e] - dot[i][half]);
+                        if constexpr (DROPOUT) *x *= kept >> (n * 8 + lane % 4 * 2 + e) & 1 ? mask.scale : 0.0f;
+                        *x = exp2_approx(p[i][n][half * 2 + e] * scale - row_lse[i][half]) * (*x - dot[i][half]);
                     }
-                }
             }
         multiply<WIDTH>(dq, ds, keys);
     }
@@ -149,6 +152,7 @@ template <int WIDTH> struct AttentionBackwardKeys {
     enum { M = WIDTH <= 64 ? 2 : 1, WARPS = WIDTH <= 64 ? 4 : 8, THREADS = WARPS * WARP, ROWS = WARPS * M * 16 };
     enum { QUERIES = WIDTH == 80 || WIDTH == 96 ? 64 : 32 };
     enum { SHARED_BYTES = (2 * ROWS + 2 * 2 * QUERIES) * WIDTH * 2 + 2 * 2 * QUERIES * 4 };
+    enum { MASK_WORDS = QUERIES * ROWS / 32 }; // of a stage, behind the rest where there is dropout
 };
 
 template <int WIDTH, bool DROPOUT>
@@ -163,6 +167,7 @@ static __global__ void __launch_bounds__(AttentionBackwardKeys<WIDTH>::THREADS)
     __nv_bfloat16 *values = keys + ROWS * WIDTH;   // [ROWS][WIDTH]
     __nv_bfloat16 *stages = values + ROWS * WIDTH; // [2][queries, dout][QUERIES][WIDTH]
     float *stage_rows = reinterpret_cast<float *>(stages + 2 * 2 * QUERIES * WIDTH); // [2][lse, D][QUERIES]
+    uint32_t *bits = reinterpret_cast<uint32_t *>(stage_rows + 2 * 2 * QUERIES);     // [2][QUERIES][ROWS / 32]
     const AttentionBlock block = attention_block(shape);
     const int T = shape.T, HS = shape.HS, lane = threadIdx.x % WARP, row = (int)threadIdx.x / WARP * M * 16;
     const int first = block.tile * ROWS, first_row = first + row;
@@ -182,6 +187,7 @@ static __global__ void __launch_bounds__(AttentionBackwardKeys<WIDTH>::THREADS)
     tile_load<WIDTH, QUERIES, THREADS>(stages + QUERIES * WIDTH, d, block.row_stride, first, T, HS);
     cp_async_commit();
     if (has_lse || has_dot) stage_rows[threadIdx.x] = row_value(first);
+    if constexpr (DROPOUT) draw_mask<QUERIES, ROWS, THREADS>(bits, mask, shape, block.head, first, first);
 
     const float scale = shape.scale * LOG2_E;
     float dk[M][WIDTH / 8][4] = {}, dv[M][WIDTH / 8][4] = {};
@@ -189,6 +195,7 @@ static __global__ void __launch_bounds__(AttentionBackwardKeys<WIDTH>::THREADS)
         const int query = first + step * QUERIES;
         const __nv_bfloat16 *queries = stages + step % 2 * 2 * QUERIES * WIDTH, *dresult = queries + QUERIES * WIDTH;
         const float *row_lse = stage_rows + step % 2 * 2 * QUERIES, *row_dots = row_lse + QUERIES;
+        [[maybe_unused]] const uint32_t *row_bits = bits + step % 2 * Tiles::MASK_WORDS;
         cp_async_wait<0>();
         __syncthreads(); // this stage is complete, and the other is no longer read
         float next_row = 0.0f;
@@ -197,6 +204,9 @@ static __global__ void __launch_bounds__(AttentionBackwardKeys<WIDTH>::THREADS)
             tile_load<WIDTH, QUERIES, THREADS>(next, q, block.qkv_stride, query + QUERIES, T, HS);
             tile_load<WIDTH, QUERIES, THREADS>(next + QUERIES * WIDTH, d, block.row_stride, query + QUERIES, T, HS);
             next_row = row_value(query + QUERIES);
+            if constexpr (DROPOUT)
+                draw_mask<QUERIES, ROWS, THREADS>(bits + (step + 1) % 2 * Tiles::MASK_WORDS, mask, shape, block.head,
+                                                  query + QUERIES, first);
         }
         cp_async_commit();
         if (first_row < T && query + QUERIES > first_row) {
@@ -211,20 +221,22 @@ static __global__ void __launch_bounds__(AttentionBackwardKeys<WIDTH>::THREADS)
                 for (int e = 0; e < 2; e++) {
                     const int column = n * 8 + lane % 4 * 2 + e;
                     const float l = row_lse[column], dot = row_dots[column];
+                    // Bit 0: this thread's first key.
+                    const uint32_t kept =
+                        DROPOUT ? row_bits[column * (ROWS / 32) + row / 32] >> (row % 32 + lane / 4) : 0;
 #pragma unroll
                     for (int i = 0; i < M; i++)
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
-                            float factors[1] = {1.0f};
-                            if constexpr (DROPOUT) {
-                                const int s = first_row + i * 16 + half * 8 + lane / 4;
-                                dropout_factors(factors, mask,
-                                                attention_mask_row(shape, block.head, query + column) + (uint64_t)s);
-                            }
                             float *probability = &p[i][n][half * 2 + e], *x = &ds[i][n][half * 2 + e];
                             *probability = exp2_approx(*probability * scale - l);
-                            *x = *probability * (*x * factors[0] - dot);
-                            *probability *= factors[0];
+                            if constexpr (DROPOUT) {
+                                const float factor = kept >> (i * 16 + half * 8) & 1 ? mask.scale : 0.0f;
+                                *x = *probability * (*x * factor - dot);
+                                *probability *= factor;
+                            } else {
+                                *x = *probability * (*x - dot);
+                            }
                         }
                 }
             multiply<WIDTH>(dv, p, dresult);
@@ -251,15 +263,17 @@ static void attention_backward_run(cudaStream_t stream, float *dots, __nv_bfloat
                                    int NH, int HS, DropoutMask mask) {
     typedef AttentionBackwardQueries<WIDTH> Queries;
     AttentionShape shape = attention_shape(B, T, NH, HS, Queries::ROWS, 2 * (size_t)HS * sizeof *qkv);
-    attention_allow_shared<attention_backward_queries_bf16_kernel<WIDTH, DROPOUT>>(Queries::SHARED_BYTES);
+    int shared_bytes = Queries::SHARED_BYTES + (DROPOUT ? 2 * Queries::MASK_WORDS * 4 : 0);
+    attention_allow_shared<attention_backward_queries_bf16_kernel<WIDTH, DROPOUT>>(shared_bytes);
     cudaLaunchConfig_t config =
-        launch_config((size_t)shape.heads * (size_t)shape.tiles, Queries::THREADS, Queries::SHARED_BYTES, stream);
+        launch_config((size_t)shape.heads * (size_t)shape.tiles, Queries::THREADS, (size_t)shared_bytes, stream);
     launch(config, attention_backward_queries_bf16_kernel<WIDTH, DROPOUT>, dqkv, dots, dout, qkv, out, lse, shape,
            mask);
     typedef AttentionBackwardKeys<WIDTH> Keys;
     shape = attention_shape(B, T, NH, HS, Keys::ROWS, 2 * (size_t)HS * sizeof *qkv);
-    attention_allow_shared<attention_backward_keys_bf16_kernel<WIDTH, DROPOUT>>(Keys::SHARED_BYTES);
-    config = launch_config((size_t)shape.heads * (size_t)shape.tiles, Keys::THREADS, Keys::SHARED_BYTES, stream);
+    shared_bytes = Keys::SHARED_BYTES + (DROPOUT ? 2 * Keys::MASK_WORDS * 4 : 0);
+    attention_allow_shared<attention_backward_keys_bf16_kernel<WIDTH, DROPOUT>>(shared_bytes);
+    config = launch_config((size_t)shape.heads * (size_t)shape.tiles, Keys::THREADS, (size_t)shared_bytes, stream);
     launch(config, attention_backward_keys_bf16_kernel<WIDTH, DROPOUT>, dqkv, dots, dout, qkv, lse, shape, mask);
 }
 

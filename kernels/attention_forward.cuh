@@ -56,16 +56,18 @@ static __device__ __forceinline__ void online_softmax(float (&scores)[M][N][4], 
 template <int WIDTH> struct AttentionForward {
     enum { M = 2, WARPS = 4, THREADS = WARPS * WARP, ROWS = WARPS * M * 16, KEYS = WIDTH <= 96 ? 64 : 32 };
     enum { SHARED_BYTES = (ROWS + 2 * 2 * KEYS) * WIDTH * 2 };
+    enum { MASK_WORDS = ROWS * KEYS / 32 }; // of a stage, behind the rest where there is dropout
 };
 
 template <int WIDTH, bool DROPOUT>
 static __global__ void __launch_bounds__(AttentionForward<WIDTH>::THREADS)
     attention_forward_bf16_kernel(__nv_bfloat16 *out, float *lse, const __nv_bfloat16 *qkv, AttentionShape shape,
                                   DropoutMask mask) {
-    constexpr int M = AttentionForward<WIDTH>::M, THREADS = AttentionForward<WIDTH>::THREADS;
-    constexpr int ROWS = AttentionForward<WIDTH>::ROWS, KEYS = AttentionForward<WIDTH>::KEYS;
-    DYNAMIC_SHARED(__nv_bfloat16, queries);         // [ROWS][WIDTH]
-    __nv_bfloat16 *stages = queries + ROWS * WIDTH; // [2][keys, values][KEYS][WIDTH]
+    typedef AttentionForward<WIDTH> Tiles;
+    constexpr int M = Tiles::M, THREADS = Tiles::THREADS, ROWS = Tiles::ROWS, KEYS = Tiles::KEYS;
+    DYNAMIC_SHARED(__nv_bfloat16, queries);                                       // [ROWS][WIDTH]
+    __nv_bfloat16 *stages = queries + ROWS * WIDTH;                               // [2][keys, values][KEYS][WIDTH]
+    uint32_t *bits = reinterpret_cast<uint32_t *>(stages + 2 * 2 * KEYS * WIDTH); // [2][ROWS][KEYS / 32]
     const AttentionBlock block = attention_block(shape);
     const int T = shape.T, HS = shape.HS, lane = threadIdx.x % WARP, row = (int)threadIdx.x / WARP * M * 16;
     const int first = (shape.tiles - 1 - block.tile) * ROWS, first_row = first + row;
@@ -75,6 +77,7 @@ static __global__ void __launch_bounds__(AttentionForward<WIDTH>::THREADS)
     tile_load<WIDTH, KEYS, THREADS>(stages, k, block.qkv_stride, 0, T, HS);
     tile_load<WIDTH, KEYS, THREADS>(stages + KEYS * WIDTH, v, block.qkv_stride, 0, T, HS);
     cp_async_commit();
+    if constexpr (DROPOUT) draw_mask<ROWS, KEYS, THREADS>(bits, mask, shape, block.head, first, 0);
 
     float result[M][WIDTH / 8][4] = {}, largest[M][2], sum[M][2] = {};
 #pragma unroll
@@ -82,12 +85,16 @@ static __global__ void __launch_bounds__(AttentionForward<WIDTH>::THREADS)
     for (int step = 0; step < steps; step++) {
         const int key = step * KEYS;
         const __nv_bfloat16 *keys = stages + step % 2 * 2 * KEYS * WIDTH, *values = keys + KEYS * WIDTH;
+        [[maybe_unused]] const uint32_t *row_bits = bits + step % 2 * Tiles::MASK_WORDS;
         cp_async_wait<0>();
         __syncthreads(); // this stage is complete, and the other is no longer read
         if (step + 1 < steps) {
             __nv_bfloat16 *next = stages + (step + 1) % 2 * 2 * KEYS * WIDTH;
             tile_load<WIDTH, KEYS, THREADS>(next, k, block.qkv_stride, key + KEYS, T, HS);
             tile_load<WIDTH, KEYS, THREADS>(next + KEYS * WIDTH, v, block.qkv_stride, key + KEYS, T, HS);
+            if constexpr (DROPOUT)
+                draw_mask<ROWS, KEYS, THREADS>(bits + (step + 1) % 2 * Tiles::MASK_WORDS, mask, shape, block.head,
+                                               first, key + KEYS);
         }
         cp_async_commit();
         if (first_row >= T || key >= first_row + M * 16) continue;
@@ -97,22 +104,19 @@ static __global__ void __launch_bounds__(AttentionForward<WIDTH>::THREADS)
         multiply_by_rows<WIDTH>(scores, queries, row, keys);
         if (key + KEYS - 1 > first_row) mask_future<false>(scores, first_row, key);
         online_softmax(scores, largest, sum, result, shape.scale * LOG2_E);
-        if constexpr (DROPOUT) {
+        if constexpr (DROPOUT)
 #pragma unroll
             for (int i = 0; i < M; i++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const int t = first_row + i * 16 + half * 8 + lane / 4;
-                    const uint64_t at = attention_mask_row(shape, block.head, t) + (uint64_t)(key + lane % 4 * 2);
+                    const uint32_t *word = row_bits + (row + i * 16 + half * 8 + lane / 4) * (KEYS / 32);
 #pragma unroll
                     for (int n = 0; n < KEYS / 8; n++) {
-                        float factors[2];
-                        dropout_factors(factors, mask, at + (uint64_t)(n * 8));
-                        scores[i][n][half * 2] *= factors[0];
-                        scores[i][n][half * 2 + 1] *= factors[1];
+                        const uint32_t kept = word[n / 4] >> (n % 4 * 8 + lane % 4 * 2);
+                        scores[i][n][half * 2] *= kept & 1 ? mask.scale : 0.0f;
+                        scores[i][n][half * 2 + 1] *= kept & 2 ? mask.scale : 0.0f;
                     }
                 }
-        }
         multiply<WIDTH>(result, scores, values);
     }
 
@@ -139,9 +143,10 @@ static void attention_forward_run(cudaStream_t stream, __nv_bfloat16 *out, float
                                   int T, int NH, int HS, DropoutMask mask) {
     typedef AttentionForward<WIDTH> Tiles;
     const AttentionShape shape = attention_shape(B, T, NH, HS, Tiles::ROWS, 2 * (size_t)HS * sizeof *qkv);
-    attention_allow_shared<attention_forward_bf16_kernel<WIDTH, DROPOUT>>(Tiles::SHARED_BYTES);
+    const int shared_bytes = Tiles::SHARED_BYTES + (DROPOUT ? 2 * Tiles::MASK_WORDS * 4 : 0);
+    attention_allow_shared<attention_forward_bf16_kernel<WIDTH, DROPOUT>>(shared_bytes);
     cudaLaunchConfig_t config =
-        launch_config((size_t)shape.heads * (size_t)shape.tiles, Tiles::THREADS, Tiles::SHARED_BYTES, stream);
+        launch_config((size_t)shape.heads * (size_t)shape.tiles, Tiles::THREADS, (size_t)shared_bytes, stream);
     launch(config, attention_forward_bf16_kernel<WIDTH, DROPOUT>, out, lse, qkv, shape, mask);
 }
 
