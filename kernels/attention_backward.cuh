@@ -122,8 +122,8 @@ static __global__ void __launch_bounds__(AttentionBackwardQueries<WIDTH>::THREAD
         cp_async_commit();
         if (first_row >= T || key >= first_row + M * 16) continue;
         float p[M][KEYS / 8][4] = {}, ds[M][KEYS / 8][4] = {};
-        multiply_by_rows<WIDTH>(p, queries, row, keys);
-        multiply_by_rows<WIDTH>(ds, dresult, row, values);
+        multiply_by_rows<WIDTH>(p, queries + row * WIDTH, keys);
+        multiply_by_rows<WIDTH>(ds, dresult + row * WIDTH, values);
         if (key + KEYS - 1 > first_row) mask_future<false>(p, first_row, key);
 #pragma unroll
         for (int i = 0; i < M; i++)
@@ -212,8 +212,8 @@ static __global__ void __launch_bounds__(AttentionBackwardKeys<WIDTH>::THREADS)
         if (first_row < T && query + QUERIES > first_row) {
             // Queries from T on have zero queries, dout, lse and D: they add zero.
             float p[M][QUERIES / 8][4] = {}, ds[M][QUERIES / 8][4] = {};
-            multiply_by_rows<WIDTH>(p, keys, row, queries);
-            multiply_by_rows<WIDTH>(ds, values, row, dresult);
+            multiply_by_rows<WIDTH>(p, keys + row * WIDTH, queries);
+            multiply_by_rows<WIDTH>(ds, values + row * WIDTH, dresult);
             if (first_row + M * 16 - 1 > query) mask_future<true>(p, query, first_row);
 #pragma unroll
             for (int n = 0; n < QUERIES / 8; n++)

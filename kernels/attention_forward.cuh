@@ -101,7 +101,7 @@ static __global__ void __launch_bounds__(AttentionForward<WIDTH>::THREADS)
         // Every row sees the first key of each tile from here on, so that `largest` is finite. Rows from T on too:
         // their queries are zero, and so are keys and values from T on.
         float scores[M][KEYS / 8][4] = {};
-        multiply_by_rows<WIDTH>(scores, queries, row, keys);
+        multiply_by_rows<WIDTH>(scores, queries + row * WIDTH, keys);
         if (key + KEYS - 1 > first_row) mask_future<false>(scores, first_row, key);
         online_softmax(scores, largest, sum, result, shape.scale * LOG2_E);
         if constexpr (DROPOUT)

@@ -97,11 +97,23 @@ static __device__ __forceinline__ void draw_mask(uint32_t *bits, const DropoutMa
 
 // -------------------------------------------------------------------------------------------- tiles in shared memory
 
+// How many chunks are exchanged.
+template <int WIDTH> static constexpr __host__ __device__ int tile_exchanged() {
+    static_assert(WIDTH % 16 == 0, "rows of an odd number of chunks need no permutation");
+    return WIDTH % 64 == 0 ? 8 : WIDTH % 32 == 0 ? 4 : 2;
+}
+
 // Where chunk `chunk` of row `row` of a tile begins, in elements.
 template <int WIDTH> static __device__ __forceinline__ int tile_at(int row, int chunk) {
-    constexpr int CHUNKS = WIDTH / 8, EXCHANGED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
-    static_assert(CHUNKS % 2 == 0, "rows of an odd number of chunks need no permutation");
-    return (row * CHUNKS + (chunk ^ (row / (8 / EXCHANGED) % EXCHANGED))) * 8;
+    constexpr int EXCHANGED = tile_exchanged<WIDTH>();
+    return (row * (WIDTH / 8) + (chunk ^ (row / (8 / EXCHANGED) % EXCHANGED))) * 8;
+}
+
+// tile_at(row, chunk + more), given `at` = tile_at(row, chunk), for chunk 0 or 1 and a constant, even `more`: few
+// different values to keep in registers, and constants that are part of an instruction.
+template <int WIDTH> static __device__ __forceinline__ int tile_at_chunk(int at, int more) {
+    constexpr int EXCHANGED = tile_exchanged<WIDTH>();
+    return (at ^ (more % EXCHANGED * 8)) + more / EXCHANGED * EXCHANGED * 8;
 }
 
 // tile = ROWS rows of `from` (stride apart) starting at `first`; zeros from row T and from column HS on. Asynchronous
@@ -139,22 +151,24 @@ static __device__ __forceinline__ void tile_load(__nv_bfloat16 *tile, const __nv
 // 4
 // * 2, element [i][n][half * 2 + e] stands at row i * 16 + half * 8 + group, column n * 8 + pair + e.
 
-// d += a b^T: rows `row` .. of tile a times rows 0 .. N * 8 of tile b, summed over columns.
+// d += a b^T: the first rows of a times the first rows of b, summed over columns. a and b are tiles, or begin at a row
+// of one that is a multiple of 8: the permutation repeats after 8 rows.
 template <int WIDTH, int M, int N>
-static __device__ __forceinline__ void multiply_by_rows(float (&d)[M][N][4], const __nv_bfloat16 *a, int row,
+static __device__ __forceinline__ void multiply_by_rows(float (&d)[M][N][4], const __nv_bfloat16 *a,
                                                         const __nv_bfloat16 *b) {
     static_assert(N % 2 == 0, "b comes in 16 rows at a time");
     const int lane = threadIdx.x % WARP;
+    const int left_at = tile_at<WIDTH>(lane % 16, lane / 16);
+    const int right_at = tile_at<WIDTH>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int k = 0; k < WIDTH / 16; k++) {
         uint32_t left[M][4];
 #pragma unroll
-        for (int i = 0; i < M; i++)
-            ldmatrix_x4(left[i], a + tile_at<WIDTH>(row + i * 16 + lane % 16, k * 2 + lane / 16));
+        for (int i = 0; i < M; i++) ldmatrix_x4(left[i], a + i * 16 * WIDTH + tile_at_chunk<WIDTH>(left_at, k * 2));
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             uint32_t right[4];
-            ldmatrix_x4(right, b + tile_at<WIDTH>(n * 8 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+            ldmatrix_x4(right, b + n * 8 * WIDTH + tile_at_chunk<WIDTH>(right_at, k * 2));
             const uint32_t even[2] = {right[0], right[1]}, odd[2] = {right[2], right[3]};
 #pragma unroll
             for (int i = 0; i < M; i++) {
@@ -172,12 +186,12 @@ static __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
     return bits;
 }
 
-// d += p b: p, rounded to bf16, times rows 0 .. N * 8 of tile b. Accumulators are laid out as the left operand's
+// d += p b: p, rounded to bf16, times the first rows of b. Accumulators are laid out as the left operand's
 // fragments are, two of 16 x 8 making one of 16 x 16, so p never leaves its registers.
 template <int WIDTH, int M, int N>
 static __device__ __forceinline__ void multiply(float (&d)[M][WIDTH / 8][4], const float (&p)[M][N][4],
                                                 const __nv_bfloat16 *b) {
-    const int lane = threadIdx.x % WARP;
+    const int lane = threadIdx.x % WARP, right_at = tile_at<WIDTH>(lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < N / 2; k++) {
         uint32_t left[M][4];
@@ -189,7 +203,7 @@ static __device__ __forceinline__ void multiply(float (&d)[M][WIDTH / 8][4], con
 #pragma unroll
         for (int n = 0; n < WIDTH / 8; n += 2) {
             uint32_t right[4];
-            ldmatrix_x4_transposed(right, b + tile_at<WIDTH>(k * 16 + lane % 16, n + lane / 16));
+            ldmatrix_x4_transposed(right, b + k * 16 * WIDTH + tile_at_chunk<WIDTH>(right_at, n));
             const uint32_t even[2] = {right[0], right[1]}, odd[2] = {right[2], right[3]};
 #pragma unroll
             for (int i = 0; i < M; i++) {
