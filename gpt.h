@@ -12,6 +12,7 @@
 #include "layout.h"
 #include "memory.h"
 #include "ops.h"
+#include "profile.h"
 #include "random.h"
 #include "zero.h"
 
@@ -58,6 +59,14 @@ typedef struct {
     Use *train, *forward; // the uses of a step, all its micro-batches, and of a pass that only goes forward
     int n_train, n_forward;
     int micro_uses; // of one micro-batch of a step
+
+    // Host, pinned. Tokens pass through two buffers in turn, so that the host prepares a micro-batch while the one
+    // before is still being copied; copied[i]: staging[i] may be written again.
+    int *staging[2]; // (2, rows) each: inputs, then targets
+    cudaEvent_t copied[2];
+    int uploads;  // so far
+    double *loss; // what gpt_loss() reads
+    floatX *row;  // (V) what gpt_logits() reads
 } GPT;
 
 // One micro-batch of a pass.
@@ -202,9 +211,23 @@ static inline void gpt_init(GPT *model, Memory *memory, const Layout *layout, Op
     model->arena_bytes = gpt_carve(model);
     model->arena = (char *)memory_alloc(memory, MEMORY_ACTIVATIONS, model->arena_bytes);
     gpt_carve(model);
+    if (memory->planning) return;
+    const size_t rows = (size_t)model->B * (size_t)model->T;
+    for (int i = 0; i < 2; i++) {
+        cuda_check(cudaMallocHost((void **)&model->staging[i], 2 * rows * sizeof(int)));
+        cuda_check(cudaEventCreateWithFlags(&model->copied[i], cudaEventDisableTiming));
+    }
+    cuda_check(cudaMallocHost((void **)&model->loss, sizeof(double)));
+    cuda_check(cudaMallocHost((void **)&model->row, (size_t)layout->shape.vocab_size * sizeof(floatX)));
 }
 
 static inline void gpt_free(GPT *model) {
+    for (int i = 0; i < 2 && model->loss != NULL; i++) {
+        cuda_check(cudaFreeHost(model->staging[i]));
+        cuda_check(cudaEventDestroy(model->copied[i]));
+    }
+    if (model->loss != NULL) cuda_check(cudaFreeHost(model->loss));
+    if (model->row != NULL) cuda_check(cudaFreeHost(model->row));
     free(model->blocks);
     free(model->train);
     free(model->forward);
@@ -388,6 +411,7 @@ static inline void gpt_compute_use(GPT *model, const MicroBatch *batch, const Us
 // device: gpt_loss().
 static inline void gpt_walk(GPT *model, const MicroBatch *batch, const Use *uses, int n_uses, bool train,
                             bool last_micro) {
+    static const char *const kinds[] = {"forward", "head", "backward"}; // by UseKind
     Zero *zero = model->zero;
     const Layout *layout = model->layout;
     const floatX *wte = NULL;
@@ -401,7 +425,13 @@ static inline void gpt_walk(GPT *model, const MicroBatch *batch, const Use *uses
             wte = params;
             continue;
         }
-        if (batch != NULL) gpt_compute_use(model, batch, use, params, wte, grads, accumulate);
+        if (batch != NULL) {
+            range_push(kinds[use->kind]);
+            range_push(layout->units[use->unit].name);
+            gpt_compute_use(model, batch, use, params, wte, grads, accumulate);
+            range_pop();
+            range_pop();
+        }
         if (use->unit == layout->wpe && use->kind == USE_FORWARD) zero_release_params(zero, layout->wte);
         if (use->reads) zero_release_params(zero, use->unit);
         // The head's part of wte's gradient is completed by the embedding's backward, and reduced once.
@@ -409,12 +439,23 @@ static inline void gpt_walk(GPT *model, const MicroBatch *batch, const Use *uses
     }
 }
 
+// Copies a micro-batch's tokens to the device. The caller's are read now.
+static inline void gpt_upload(GPT *model, const MicroBatch *batch) {
+    const size_t tokens = (size_t)batch->B * (size_t)batch->T, bytes = tokens * sizeof(int);
+    const int i = model->uploads++ % 2;
+    cudaStream_t compute = model->zero->compute;
+    int *staging = model->staging[i];
+    comm_wait_event(model->zero->comm, model->copied[i], "the micro-batch before the last");
+    memcpy(staging, batch->inputs, bytes);
+    memcpy(staging + tokens, batch->targets, bytes);
+    cuda_check(cudaMemcpyAsync(model->inputs, staging, bytes, cudaMemcpyHostToDevice, compute));
+    cuda_check(cudaMemcpyAsync(model->targets, staging + tokens, bytes, cudaMemcpyHostToDevice, compute));
+    cuda_check(cudaEventRecord(model->copied[i], compute));
+}
+
 // A micro-batch of a step (after gpt_begin_step(), micro-batches in order), or a forward pass.
 static inline void gpt_micro_batch(GPT *model, const MicroBatch *batch) {
-    const size_t bytes = (size_t)batch->B * (size_t)batch->T * sizeof(int);
-    cudaStream_t compute = model->zero->compute;
-    cuda_check(cudaMemcpyAsync(model->inputs, batch->inputs, bytes, cudaMemcpyHostToDevice, compute));
-    cuda_check(cudaMemcpyAsync(model->targets, batch->targets, bytes, cudaMemcpyHostToDevice, compute));
+    gpt_upload(model, batch);
     if (batch->train) {
         gpt_walk(model, batch, model->train + batch->micro * model->micro_uses, model->micro_uses, true,
                  batch->last_micro);
@@ -434,23 +475,19 @@ static inline void gpt_plan_step(GPT *model) {
 
 // The sum of losses since the last micro-batch 0, over the tokens of this rank. Waits for the compute stream.
 static inline double gpt_loss(GPT *model) {
-    double sum = 0;
-    cuda_check(cudaMemcpyAsync(&sum, model->loss_sum, sizeof sum, cudaMemcpyDeviceToHost, model->zero->compute));
-    cuda_check(cudaStreamSynchronize(model->zero->compute));
-    return sum;
+    cudaStream_t compute = model->zero->compute;
+    cuda_check(cudaMemcpyAsync(model->loss, model->loss_sum, sizeof(double), cudaMemcpyDeviceToHost, compute));
+    comm_wait(model->zero->comm, compute, "the loss");
+    return *model->loss;
 }
 
 // The logits of the row that the last micro-batch asked for with only_row: out (V), host. Waits for the compute stream.
 static inline void gpt_logits(GPT *model, float *out) {
-    const int V = model->layout->shape.vocab_size;
-    floatX part[256];
-    for (int first = 0; first < V; first += 256) {
-        const int count = V - first < 256 ? V - first : 256;
-        cuda_check(cudaMemcpyAsync(part, model->logits + first, (size_t)count * sizeof(floatX), cudaMemcpyDeviceToHost,
-                                   model->zero->compute));
-        cuda_check(cudaStreamSynchronize(model->zero->compute));
-        for (int i = 0; i < count; i++) out[first + i] = floatX_to_float(part[i]);
-    }
+    const size_t V = (size_t)model->layout->shape.vocab_size;
+    cudaStream_t compute = model->zero->compute;
+    cuda_check(cudaMemcpyAsync(model->row, model->logits, V * sizeof(floatX), cudaMemcpyDeviceToHost, compute));
+    comm_wait(model->zero->comm, compute, "the logits");
+    for (size_t i = 0; i < V; i++) out[i] = floatX_to_float(model->row[i]);
 }
 
 #endif

@@ -87,6 +87,7 @@ static inline void trainer_build(Trainer *trainer, const Config *config, int ran
 
     comm_init(&trainer->comm, &trainer->memory, rank, world_size, (int)config->shard_ranks, config->timeout,
               communication);
+    trainer->comm.deterministic = config->deterministic;
     const LayoutCut cut = layout_whole(&shape, trainer->comm.data.size);
     layout_init(&trainer->layout, &shape, &cut);
     const OpsShape largest = {
@@ -105,6 +106,7 @@ static inline void trainer_build(Trainer *trainer, const Config *config, int ran
                                 strcmp(config->recompute, "full") == 0,
                                 (uint64_t)config->seed};
     gpt_init(&trainer->model, &trainer->memory, &trainer->layout, &trainer->ops, &trainer->zero, &options);
+    comm_register(&trainer->comm, &trainer->memory);
 }
 
 static inline void trainer_free(Trainer *trainer) {
@@ -112,6 +114,7 @@ static inline void trainer_free(Trainer *trainer) {
     zero_free(&trainer->zero);
     ops_free(&trainer->ops);
     comm_free(&trainer->comm);
+    memory_close(&trainer->memory);
     layout_free(&trainer->layout);
 }
 
@@ -126,7 +129,7 @@ static inline Plan plan_rank(const Config *config, int rank, int world_size) {
     Plan plan;
     trainer_build(&trainer, config, rank, world_size, true, NULL, NULL);
     gpt_plan_step(&trainer.model);
-    zero_step(&trainer.zero, NULL, 0, 0, false);
+    zero_step(&trainer.zero, NULL, 0, NULL, false);
     plan.memory = trainer.memory;
     plan.communication = trainer.comm.counts;
     trainer_free(&trainer);
