@@ -9,8 +9,8 @@
 //
 // Both are built like the forward kernel: 128 rows in shared memory, two stages of what they are multiplied by, p and
 // ds in registers. The second computes scores transposed, keys by queries, so that p^T and ds^T too are left operands
-// as they are. There, where HS <= 64, 4 warps own 32 keys each; wider heads' dk and dv leave registers for 16 keys a
-// warp, so 8 warps.
+// as they are. Accumulators of dk and dv leave registers for 16 keys a warp, so there 8 warps share the 128 rows, as
+// they do in the first where HS > 96; elsewhere 4 warps of 32 rows read half as much of shared memory for a product.
 //
 // Global memory per head of T positions: the first kernel reads queries, dout and out once, 6 T HS bytes, lse, 4 T,
 // and for each of its blocks keys and values up to the diagonal, sum of 4 HS min(T, 128 * (block + 1)) bytes; it writes
@@ -25,7 +25,8 @@
 
 template <int WIDTH> struct AttentionBackwardQueries {
     enum { M = WIDTH <= 96 ? 2 : 1, WARPS = WIDTH <= 96 ? 4 : 8, THREADS = WARPS * WARP, ROWS = WARPS * M * 16 };
-    enum { KEYS = 32, SHARED_BYTES = (2 * ROWS + 2 * 2 * KEYS) * WIDTH * 2 + ROWS * 4 };
+    enum { BLOCKS = WIDTH <= 96 ? 2 : 1, KEYS = 32 };
+    enum { SHARED_BYTES = (2 * ROWS + 2 * 2 * KEYS) * WIDTH * 2 + ROWS * 4 };
     enum { MASK_WORDS = ROWS * KEYS / 32 }; // of a stage, behind the rest where there is dropout
 };
 
@@ -65,7 +66,8 @@ static __device__ __forceinline__ void attention_dots(float *dots, float *to, co
 }
 
 template <int WIDTH, bool DROPOUT>
-static __global__ void __launch_bounds__(AttentionBackwardQueries<WIDTH>::THREADS)
+static __global__ void __launch_bounds__(AttentionBackwardQueries<WIDTH>::THREADS,
+                                         AttentionBackwardQueries<WIDTH>::BLOCKS)
     attention_backward_queries_bf16_kernel(__nv_bfloat16 *dqkv, float *dots, const __nv_bfloat16 *dout,
                                            const __nv_bfloat16 *qkv, const __nv_bfloat16 *out, const float *lse,
                                            AttentionShape shape, DropoutMask mask) {
@@ -79,7 +81,7 @@ static __global__ void __launch_bounds__(AttentionBackwardQueries<WIDTH>::THREAD
     const AttentionBlock block = attention_block(shape);
     const int T = shape.T, HS = shape.HS, lane = threadIdx.x % WARP, row = (int)threadIdx.x / WARP * M * 16;
     const int first = (shape.tiles - 1 - block.tile) * ROWS, first_row = first + row;
-    const int steps = ((T < first + ROWS ? T : first + ROWS) + KEYS - 1) / KEYS;
+    const int end = T < first + ROWS ? T : first + ROWS; // of the keys that these queries see
     const size_t head_rows = (size_t)block.head * (size_t)T;
     const __nv_bfloat16 *q = qkv + block.qkv, *k = q + block.C, *v = k + block.C;
     tile_load<WIDTH, ROWS, THREADS>(queries, q, block.qkv_stride, first, T, HS);
@@ -105,19 +107,19 @@ static __global__ void __launch_bounds__(AttentionBackwardQueries<WIDTH>::THREAD
         }
 
     float dq[M][WIDTH / 8][4] = {};
-    for (int step = 0; step < steps; step++) {
-        const int key = step * KEYS;
-        const __nv_bfloat16 *keys = stages + step % 2 * 2 * KEYS * WIDTH, *values = keys + KEYS * WIDTH;
-        [[maybe_unused]] const uint32_t *row_bits = bits + step % 2 * Tiles::MASK_WORDS;
+    for (int key = 0; key < end; key += KEYS) {
+        const int stage = key / KEYS % 2;
+        const __nv_bfloat16 *keys = stages + stage * 2 * KEYS * WIDTH, *values = keys + KEYS * WIDTH;
+        [[maybe_unused]] const uint32_t *row_bits = bits + stage * Tiles::MASK_WORDS;
         cp_async_wait<0>();
         __syncthreads(); // this stage is complete, and the other is no longer read
-        if (step + 1 < steps) {
-            __nv_bfloat16 *next = stages + (step + 1) % 2 * 2 * KEYS * WIDTH;
+        if (key + KEYS < end) {
+            __nv_bfloat16 *next = stages + (1 - stage) * 2 * KEYS * WIDTH;
             tile_load<WIDTH, KEYS, THREADS>(next, k, block.qkv_stride, key + KEYS, T, HS);
             tile_load<WIDTH, KEYS, THREADS>(next + KEYS * WIDTH, v, block.qkv_stride, key + KEYS, T, HS);
             if constexpr (DROPOUT)
-                draw_mask<ROWS, KEYS, THREADS>(bits + (step + 1) % 2 * Tiles::MASK_WORDS, mask, shape, block.head,
-                                               first, key + KEYS);
+                draw_mask<ROWS, KEYS, THREADS>(bits + (1 - stage) * Tiles::MASK_WORDS, mask, shape, block.head, first,
+                                               key + KEYS);
         }
         cp_async_commit();
         if (first_row >= T || key >= first_row + M * 16) continue;
@@ -149,20 +151,21 @@ static __global__ void __launch_bounds__(AttentionBackwardQueries<WIDTH>::THREAD
 }
 
 template <int WIDTH> struct AttentionBackwardKeys {
-    enum { M = WIDTH <= 64 ? 2 : 1, WARPS = WIDTH <= 64 ? 4 : 8, THREADS = WARPS * WARP, ROWS = WARPS * M * 16 };
-    enum { QUERIES = WIDTH == 80 || WIDTH == 96 ? 64 : 32 };
+    enum { M = 1, WARPS = 8, THREADS = WARPS * WARP, ROWS = WARPS * M * 16 };
+    enum { BLOCKS = 1, QUERIES = WIDTH <= 96 ? 64 : 32 };
     enum { SHARED_BYTES = (2 * ROWS + 2 * 2 * QUERIES) * WIDTH * 2 + 2 * 2 * QUERIES * 4 };
     enum { MASK_WORDS = QUERIES * ROWS / 32 }; // of a stage, behind the rest where there is dropout
 };
 
 template <int WIDTH, bool DROPOUT>
-static __global__ void __launch_bounds__(AttentionBackwardKeys<WIDTH>::THREADS)
+static __global__ void __launch_bounds__(AttentionBackwardKeys<WIDTH>::THREADS, AttentionBackwardKeys<WIDTH>::BLOCKS)
     attention_backward_keys_bf16_kernel(__nv_bfloat16 *dqkv, const float *dots, const __nv_bfloat16 *dout,
                                         const __nv_bfloat16 *qkv, const float *lse, AttentionShape shape,
                                         DropoutMask mask) {
     typedef AttentionBackwardKeys<WIDTH> Tiles;
     constexpr int M = Tiles::M, THREADS = Tiles::THREADS, ROWS = Tiles::ROWS, QUERIES = Tiles::QUERIES;
     static_assert(2 * QUERIES <= THREADS, "a thread loads one lse or D of a tile");
+    static_assert(ROWS % (2 * QUERIES) == 0, "a block begins with stage 0");
     DYNAMIC_SHARED(__nv_bfloat16, keys);           // [ROWS][WIDTH]
     __nv_bfloat16 *values = keys + ROWS * WIDTH;   // [ROWS][WIDTH]
     __nv_bfloat16 *stages = values + ROWS * WIDTH; // [2][queries, dout][QUERIES][WIDTH]
@@ -171,7 +174,6 @@ static __global__ void __launch_bounds__(AttentionBackwardKeys<WIDTH>::THREADS)
     const AttentionBlock block = attention_block(shape);
     const int T = shape.T, HS = shape.HS, lane = threadIdx.x % WARP, row = (int)threadIdx.x / WARP * M * 16;
     const int first = block.tile * ROWS, first_row = first + row;
-    const int steps = (T - first + QUERIES - 1) / QUERIES;
     const __nv_bfloat16 *q = qkv + block.qkv, *k = q + block.C, *v = k + block.C, *d = dout + block.row;
     // Of a tile of queries, this thread copies one lse (in base 2) or one D, through a register.
     const int my_row = (int)threadIdx.x % QUERIES;
@@ -191,21 +193,21 @@ static __global__ void __launch_bounds__(AttentionBackwardKeys<WIDTH>::THREADS)
 
     const float scale = shape.scale * LOG2_E;
     float dk[M][WIDTH / 8][4] = {}, dv[M][WIDTH / 8][4] = {};
-    for (int step = 0; step < steps; step++) {
-        const int query = first + step * QUERIES;
-        const __nv_bfloat16 *queries = stages + step % 2 * 2 * QUERIES * WIDTH, *dresult = queries + QUERIES * WIDTH;
-        const float *row_lse = stage_rows + step % 2 * 2 * QUERIES, *row_dots = row_lse + QUERIES;
-        [[maybe_unused]] const uint32_t *row_bits = bits + step % 2 * Tiles::MASK_WORDS;
+    for (int query = first; query < T; query += QUERIES) {
+        const int stage = query / QUERIES % 2;
+        const __nv_bfloat16 *queries = stages + stage * 2 * QUERIES * WIDTH, *dresult = queries + QUERIES * WIDTH;
+        const float *row_lse = stage_rows + stage * 2 * QUERIES, *row_dots = row_lse + QUERIES;
+        [[maybe_unused]] const uint32_t *row_bits = bits + stage * Tiles::MASK_WORDS;
         cp_async_wait<0>();
         __syncthreads(); // this stage is complete, and the other is no longer read
         float next_row = 0.0f;
-        if (step + 1 < steps) {
-            __nv_bfloat16 *next = stages + (step + 1) % 2 * 2 * QUERIES * WIDTH;
+        if (query + QUERIES < T) {
+            __nv_bfloat16 *next = stages + (1 - stage) * 2 * QUERIES * WIDTH;
             tile_load<WIDTH, QUERIES, THREADS>(next, q, block.qkv_stride, query + QUERIES, T, HS);
             tile_load<WIDTH, QUERIES, THREADS>(next + QUERIES * WIDTH, d, block.row_stride, query + QUERIES, T, HS);
             next_row = row_value(query + QUERIES);
             if constexpr (DROPOUT)
-                draw_mask<QUERIES, ROWS, THREADS>(bits + (step + 1) % 2 * Tiles::MASK_WORDS, mask, shape, block.head,
+                draw_mask<QUERIES, ROWS, THREADS>(bits + (1 - stage) * Tiles::MASK_WORDS, mask, shape, block.head,
                                                   query + QUERIES, first);
         }
         cp_async_commit();
@@ -242,7 +244,7 @@ static __global__ void __launch_bounds__(AttentionBackwardKeys<WIDTH>::THREADS)
             multiply<WIDTH>(dv, p, dresult);
             multiply<WIDTH>(dk, ds, queries);
         }
-        if (has_lse || has_dot) stage_rows[(step + 1) % 2 * 2 * QUERIES + (int)threadIdx.x] = next_row;
+        if (has_lse || has_dot) stage_rows[(1 - stage) * 2 * QUERIES + (int)threadIdx.x] = next_row;
     }
     if (first_row >= T) return;
     float factor[M][2], one[M][2];

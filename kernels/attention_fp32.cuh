@@ -17,7 +17,14 @@
 
 // Rows of a tile, of probabilities and of a thread; threads. Rows of shared memory are padded by four floats: 16 bytes
 // at one column of eight neighbouring rows lie in different banks.
-enum { FP32_TILE = 32, FP32_THREADS = 128, FP32_M = 4, FP32_PAD = 4, FP32_P_STRIDE = FP32_TILE + FP32_PAD };
+enum {
+    FP32_TILE = 32,
+    FP32_THREADS = 128,
+    FP32_BLOCKS = 2,
+    FP32_M = 4,
+    FP32_PAD = 4,
+    FP32_P_STRIDE = FP32_TILE + FP32_PAD
+};
 
 // tile (32, WIDTH) = rows of `from` (stride apart) starting at `first`; zeros from row T and from column HS on. To be
 // waited for with cp_async_wait<0>() and a barrier.
@@ -120,7 +127,7 @@ static __device__ __forceinline__ float fp32_factor(const DropoutMask &mask, con
 }
 
 template <int WIDTH, bool DROPOUT>
-static __global__ void __launch_bounds__(FP32_THREADS)
+static __global__ void __launch_bounds__(FP32_THREADS, FP32_BLOCKS)
     attention_forward_fp32_kernel(float *out, float *lse, const float *qkv, AttentionShape shape, DropoutMask mask) {
     constexpr int TILE = FP32_TILE * (WIDTH + FP32_PAD);
     DYNAMIC_SHARED(float, queries);
@@ -185,7 +192,7 @@ static __global__ void __launch_bounds__(FP32_THREADS)
 
 // D, and dq.
 template <int WIDTH, bool DROPOUT>
-static __global__ void __launch_bounds__(FP32_THREADS)
+static __global__ void __launch_bounds__(FP32_THREADS, FP32_BLOCKS)
     attention_backward_queries_fp32_kernel(float *dqkv, float *dots, const float *dout, const float *qkv,
                                            const float *out, const float *lse, AttentionShape shape, DropoutMask mask) {
     constexpr int STRIDE = WIDTH + FP32_PAD, TILE = FP32_TILE * STRIDE;
@@ -244,7 +251,7 @@ static __global__ void __launch_bounds__(FP32_THREADS)
 
 // dk and dv. Scores are transposed: keys by queries.
 template <int WIDTH, bool DROPOUT>
-static __global__ void __launch_bounds__(FP32_THREADS)
+static __global__ void __launch_bounds__(FP32_THREADS, FP32_BLOCKS)
     attention_backward_keys_fp32_kernel(float *dqkv, const float *dots, const float *dout, const float *qkv,
                                         const float *lse, AttentionShape shape, DropoutMask mask) {
     constexpr int TILE = FP32_TILE * (WIDTH + FP32_PAD);

@@ -75,6 +75,7 @@ static __device__ __forceinline__ AttentionBlock attention_block(const Attention
 static __device__ __forceinline__ uint32_t dropout_bits(const DropoutMask &mask, uint64_t index) {
     const uint64_t at = mask.first + index;
     uint64_t bits = 0;
+#pragma unroll 1                              // registers are short in the kernels that draw
     for (int group = 0; group < 9; group++) { // the last for indices that do not begin with a random4
         const Random4 words = random4(mask.key, (at >> 2) + (uint64_t)group);
 #pragma unroll
@@ -89,6 +90,7 @@ template <int ROWS, int KEYS, int THREADS>
 static __device__ __forceinline__ void draw_mask(uint32_t *bits, const DropoutMask &mask, const AttentionShape &shape,
                                                  int head, int first_query, int first_key) {
     constexpr int WORDS = KEYS / 32;
+#pragma unroll 1
     for (int i = (int)threadIdx.x; i < ROWS * WORDS; i += THREADS) {
         const uint64_t row = (uint64_t)head * (uint64_t)shape.T + (uint64_t)(first_query + i / WORDS);
         bits[i] = dropout_bits(mask, row * (uint64_t)shape.T + (uint64_t)(first_key + i % WORDS * 32));
