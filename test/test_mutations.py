@@ -1,7 +1,9 @@
-"""Faults planted in the kernels, one at a time: the tests of test_kernels.py find each of them.
+"""Faults planted in the kernels and in zero.h, one at a time: each of them is found.
 
-mutations.json lists them: the file, the text (found exactly once) and what replaces it, the cases that show the fault
-and in which build they do ("plain": values, guards, orders of threads, bytes; or a sanitizer), and what is said then.
+mutations.json lists them: the file, the text (found exactly once) and what replaces it, and what finds it. "plain",
+"asan" and "tsan" are the builds of test_kernels.py, with the cases that show the fault (by values, guards, orders of
+threads, bytes; by the sanitizer) and what is said then. "program" is the emulated program at two ranks: under some
+order of its streams the fault changes a bit.
 """
 import json
 import os
@@ -11,7 +13,8 @@ import subprocess
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, Run, environment
+from test_emulated_program import SHAPE, curve, words
 from test_kernels import KERNELS, check, make, program, start
 
 MUTATIONS = json.loads((ROOT / "test" / "mutations.json").read_text())
@@ -54,16 +57,17 @@ def faulty(tmp_path):
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, copy)
             os.utime(copy)  # newer than the sources: not built again
-        # A fault may leave a variable without use.
-        subprocess.run(["make", "-C", tmp_path, f"-j{os.cpu_count()}", "DEVICE=emulator", "WARNINGS=",
+        # A fault may leave a variable without use. -O1 is quick to compile.
+        define = f"DEFINE_{mutation['precision']}=-DPRECISION_{mutation['precision'].upper()} -O1"
+        subprocess.run(["make", "-C", tmp_path, f"-j{os.cpu_count()}", "DEVICE=emulator", "WARNINGS=", define,
                         str(target.relative_to(ROOT))], check=True, stdout=subprocess.DEVNULL)
         return tmp_path / target.relative_to(ROOT)
 
     return build
 
 
-@pytest.mark.parametrize("mutation", marked(MUTATIONS))
-def test_it_is_caught(faulty, mutation):
+@pytest.mark.parametrize("mutation", marked(mutation for mutation in MUTATIONS if mutation["build"] != "program"))
+def test_kernels_find_it(faulty, mutation):
     build, precision = mutation["build"], mutation["precision"]
     sound = program(build, precision)
     objects = [KERNELS / f"cpu_{precision}.o", KERNELS / f"main_{precision}.o",
@@ -78,3 +82,30 @@ def test_it_is_caught(faulty, mutation):
     output = process.stdout + process.stderr
     assert process.returncode != 0, output[-4000:]
     assert re.search(mutation["says"], output), output[-4000:]
+
+
+@pytest.mark.parametrize("mutation", marked(mutation for mutation in MUTATIONS if mutation["build"] == "program"))
+def test_orders_of_streams_find_it(faulty, mutation, texts, tmp_path):
+    sound = ROOT / "build" / "emulator" / "train_gpt"
+    make([sound])
+    kept = [path for path in sound.parent.glob("*.o") if path.name != f"train_{mutation['precision']}.o"]
+
+    def train(path, streams):
+        log_dir = tmp_path / f"{'sound' if path == sound else 'faulty'}-{streams.replace(':', '-')}"
+        options = {"train_data": texts / "train.txt", "val_data": texts / "val.txt", "val_every": 0, "timeout": 60,
+                   "log_dir": log_dir, **SHAPE, "precision": mutation["precision"], "strategy": mutation["strategy"],
+                   "nproc": 2, "micro_batch": 1, "tokens_per_step": 33 * 4, "steps": 4}
+        process = subprocess.run([path, *words(options)], env=environment({"TRAIN_GPT_STREAMS": streams}), timeout=600,
+                                 stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        run = Run(process, log_dir)
+        return curve(run) if run.code == 0 else run.code
+
+    path = faulty(mutation, kept, sound)
+    expected = train(sound, "eager")
+    caught = []
+    for streams in ("latest", *(f"random:{seed}" for seed in range(1, 6))):
+        assert train(sound, streams) == expected
+        if train(path, streams) != expected:
+            caught.append(streams)
+            break
+    assert caught

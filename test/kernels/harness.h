@@ -285,11 +285,16 @@ static inline void forbid_guards(const OpsTable *table, const Case *c, const Buf
     table->forbid(memory + guard_before(c, buffer) + buffer->bytes, GUARD_BYTES, on);
 }
 
-// The CPU's operations, opened for this shape and all before: its workspace is large and takes long to allocate.
+// The CPU's operations, opened for this shape and all before: its workspace takes long to allocate. As it grows with
+// the square of C, C is that of the widest products: sums over so many channels of up to 512 rows of layer norms four
+// times as wide have room in it.
+enum { CPU_CHANNELS = 4200 };
+
 static inline void *cpu_ops(const OpsTable *cpu, const OpsShape *shape) {
     static void *ops = NULL;
     static OpsShape largest = {1, 1, 1, 1, 1, 1, 1};
-    const int wanted[] = {shape->B, shape->T, shape->C, shape->V, shape->Vp, shape->logit_rows};
+    const int C = shape->C < CPU_CHANNELS ? shape->C : CPU_CHANNELS;
+    const int wanted[] = {shape->B, shape->T, C, shape->V, shape->Vp, shape->logit_rows};
     int *const have[] = {&largest.B, &largest.T, &largest.C, &largest.V, &largest.Vp, &largest.logit_rows};
     bool fits = ops != NULL;
     for (int i = 0; i < 6; i++) {
