@@ -8,6 +8,8 @@
 #   make bench              time the program
 #   make clean
 #
+# DEVICE=cuda: CUDA_ARCHS="80 90" or native; NCCL=0 and MPI=0 build without; see below.
+#
 # The trainer, train_gpt.cu, is compiled once per precision, each object exporting one function, and once more for main.
 
 GPU_ANSWERS := $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
@@ -53,9 +55,45 @@ LIBRARIES := $(CPU_LIBRARIES)
 DEVICE_OBJECTS := $(BUILD)/emulator.o
 else ifeq ($(DEVICE),cuda)
 NVCC ?= $(firstword $(shell command -v nvcc) /usr/local/cuda/bin/nvcc)
-# The kernels are declared (ops.h) but not in this tree: OP=extern keeps the compiler content, and nothing is linked.
-COMPILE = $(NVCC) -x cu -std=c++17 -arch=sm_80 -O3 -D_GNU_SOURCE -DOP=extern -MMD -MP -Ikernels -I. \
-          -Xcompiler -Wall,-Wextra,-Werror,-fopenmp
+ifeq ($(shell command -v $(NVCC)),)
+$(error DEVICE=cuda needs nvcc of the CUDA toolkit; $(NVCC) is not there. DEVICE=cpu needs none)
+endif
+# CUDA_ARCHS: compute capabilities to compile for; the last also as PTX, for GPUs to come. native: this machine's.
+CUDA_ARCHS ?= 80 90 100
+ifeq ($(CUDA_ARCHS),native)
+GENCODE := -arch=native
+else
+GENCODE := $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
+           -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS))
+endif
+# NCCL, MPI: 1 or 0; what is not given is found out by linking a program, once. Several ranks need both.
+ifeq ($(filter clean,$(MAKECMDGOALS)),)
+include $(BUILD)/libraries.mk
+endif
+MISSING := $(strip $(if $(filter 1,$(NCCL)),,NCCL) $(if $(filter 1,$(MPI)),,MPI))
+COMMA := ,
+SPACE := $() $()
+# Of pkg-config's answer nvcc understands folders and libraries.
+CUDA_INCLUDES := $(filter -I%,$(MPI_FLAGS)) -Ikernels/cuda -Ikernels -I.
+CUDA_LIBRARIES := -lcublasLt $(filter -L% -l%,$(MPI_LIBRARIES)) -lpthread
+ifneq ($(MISSING),)
+CUDA_INCLUDES := -Ikernels/cuda/one_rank -DTRAIN_GPT_MISSING='"$(subst $(SPACE), and ,$(MISSING))"' $(CUDA_INCLUDES)
+CUDA_LIBRARIES := $(filter-out -lmpi,$(CUDA_LIBRARIES))
+endif
+ifeq ($(filter NCCL,$(MISSING)),)
+CUDA_LIBRARIES += -lnccl
+else
+CUDA_INCLUDES := -Ikernels/cuda/without_nccl $(CUDA_INCLUDES)
+endif
+# No -lineinfo: with it several kernels spill registers.
+COMPILE = $(NVCC) -x cu -std=c++17 $(GENCODE) $(OPTIMIZE) -D_GNU_SOURCE -MMD -MP $(CUDA_INCLUDES) \
+          -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-fopenmp,-fno-strict-aliasing
+# What ptxas reports of the kernels is checked before their object counts as made.
+CHECKED = -Xptxas -v 2> $@.ptxas || { grep -v '^ptxas info\|bytes stack frame' $@.ptxas >&2; exit 1; } && \
+          bash scripts/check_ptxas.sh $@.ptxas
+CUDA_FOLDER := $(realpath $(dir $(realpath $(shell command -v $(NVCC))))/../lib64)
+LINK = $(NVCC) $(GENCODE) -Xcompiler -fopenmp $(if $(CUDA_FOLDER),-Xlinker -rpath$(COMMA)$(CUDA_FOLDER))
+LIBRARIES := $(CUDA_LIBRARIES)
 else
 $(error DEVICE=$(DEVICE) is not one of: cpu cuda emulator)
 endif
@@ -63,11 +101,7 @@ endif
 MAKEFLAGS += --no-builtin-rules
 OBJECTS := $(BUILD)/main.o $(PRECISIONS:%=$(BUILD)/train_%.o)
 
-ifeq ($(DEVICE),cuda)
-train_gpt: $(OBJECTS)
-	@echo "DEVICE=cuda: the trainer compiles, but the CUDA kernels are not in this version: no program has been linked."
-	@echo "make DEVICE=cpu builds the program for this machine's CPUs."
-else ifeq ($(DEVICE),emulator)
+ifeq ($(DEVICE),emulator)
 train_gpt: $(BUILD)/train_gpt
 	@echo "$(BUILD)/train_gpt is the CUDA program, emulated"
 else
@@ -82,7 +116,26 @@ $(BUILD)/main.o: train_gpt.cu Makefile | $(BUILD)/test
 	$(COMPILE) -c -o $@ $<
 
 $(PRECISIONS:%=$(BUILD)/train_%.o): $(BUILD)/train_%.o: train_gpt.cu Makefile | $(BUILD)/test
-	$(COMPILE) $(DEFINE_$*) -c -o $@ $<
+	$(COMPILE) $(DEFINE_$*) -c -o $@ $< $(CHECKED)
+
+ifeq ($(DEVICE),cuda)
+# Other options make other objects.
+$(OBJECTS): $(BUILD)/command
+$(BUILD)/command: FORCE | $(BUILD)/test
+	@echo '$(subst ','\'',$(COMPILE))' | cmp -s - $@ || echo '$(subst ','\'',$(COMPILE))' > $@
+
+$(BUILD)/libraries.mk: | $(BUILD)/test
+	@printf '#include <nccl.h>\nint main() { void *p; return ncclMemAlloc(&p, 1) + ncclCommSplit(0, 0, 0, 0, 0); }\n' \
+	  > $(BUILD)/probe_NCCL.cu
+	@printf '#include <mpi.h>\nint main() { return MPI_Init(0, 0); }\n' > $(BUILD)/probe_MPI.cu
+	@for library in NCCL MPI; do \
+	  $(NVCC) -o $(BUILD)/probe $(BUILD)/probe_$$library.cu $(filter -I%,$(MPI_FLAGS)) -DOMPI_SKIP_MPICXX \
+	    $$([ $$library = NCCL ] && echo -lnccl || echo $(filter -L% -l%,$(MPI_LIBRARIES))) >/dev/null 2>&1 && \
+	    found=1 || found=0; \
+	  echo "$$library ?= $$found"; \
+	done > $@.new && mv $@.new $@
+	@echo "found (1) or not (0): $$(tr '\n' ' ' < $@)(NCCL from version 2.19 on; rm $@ looks again)"
+endif
 
 $(BUILD)/emulator.o: cpu/emulator.cpp Makefile | $(BUILD)/test
 	$(COMPILE) -c -o $@ $<
@@ -142,6 +195,6 @@ bench:
 clean:
 	rm -rf build train_gpt
 
-.PHONY: delayed unit test bench clean
+.PHONY: delayed unit test bench clean FORCE
 .DELETE_ON_ERROR:
 -include $(wildcard $(BUILD)/*.d $(BUILD)/delayed/*.d $(BUILD)/test/*.d)

@@ -10,8 +10,11 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <nccl.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
+#include "bootstrap.h"
 #include "error.h"
 #include "memory.h"
 #include "random.h"
@@ -79,11 +82,16 @@ typedef struct {
     cudaStream_t stream; // world, data, shard, replica, tied
     CommCounts counts;
     uint64_t
-        sequence;  // a checksum of what was called on which group and in what order: the same on all ranks of a stage
-    char *message; // staging of comm_gather() and comm_agree()
-    char *answers; // host: what comm_gather() returns
-    Trace *trace;  // of the step at hand, or NULL
-    int span;      // of the call at hand in it
+        sequence; // a checksum of what was called on which group and in what order: the same on all ranks of a stage
+    bool deterministic; // an all-reduce has the bits of a reduce-scatter
+    int64_t timeout;    // seconds that this rank waits for the others
+    char *message;      // device: what comm_gather() and comm_broadcast() send and receive
+    char *staging;      // host, pinned: the same; what they return
+    void **handles;     // of registered buffers: handles[i] with communicator handle_owners[i]
+    ncclComm_t *handle_owners;
+    int n_handles;
+    Trace *trace; // of the step at hand, or NULL
+    int span;     // of the call at hand in it
 } Comm;
 
 static inline size_t comm_type_bytes(ncclDataType_t type) {
@@ -101,6 +109,23 @@ static inline size_t comm_type_bytes(ncclDataType_t type) {
     default:
         return 4;
     }
+}
+
+// The allocator of memory that collectives work on.
+static inline cudaError_t comm_allocate(void **pointer, size_t bytes) {
+    return ncclMemAlloc(pointer, bytes) == ncclSuccess ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+static inline cudaError_t comm_release(void *pointer) {
+    return ncclMemFree(pointer) == ncclSuccess ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// The communicator of a group whose ranks have one color within `parent`: that of the parent if it has no more ranks,
+// for each takes memory on a GPU.
+static inline void comm_split(const Group *parent, int color, int key, Group *group) {
+    if (group->size == parent->size)
+        group->nccl = parent->nccl;
+    else
+        nccl_check(ncclCommSplit(parent->nccl, color, key, &group->nccl, NULL));
 }
 
 static inline Group comm_group(int id, int rank, int size, cudaStream_t stream) {
@@ -147,12 +172,14 @@ typedef struct {
     Grid grid;
     int shard_group;      // divides grid.data
     bool pipeline_chunks; // a rank holds several stages
-    int64_t timeout;      // seconds
+    int64_t timeout;      // seconds that a rank waits for the others
+    bool deterministic;   // an all-reduce has the bits of a reduce-scatter
 } CommOptions;
 
 // Opens the communicators of this rank; with memory->planning nothing is opened, and the streams are not used:
 // `compute` for what tensor ranks exchange, `communication` for the rest. A rank that waits for the others for longer
-// than `timeout` seconds dies (NCCL's interface has no such setting; the CPU device reads it from the environment).
+// than `timeout` seconds dies (NCCL's interface has no such setting; the CPU device, which knows what it waits for,
+// reads it from the environment).
 static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOptions *options, cudaStream_t compute,
                              cudaStream_t communication) {
     memset(comm, 0, sizeof *comm);
@@ -174,6 +201,10 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOpt
     const bool first = comm->pipeline_rank == 0, last = comm->pipeline_rank == grid.pipeline - 1;
     const bool is_tied = grid.pipeline > 1 && (first || last);
     comm->tied = comm_group(5, is_tied && last ? 1 : 0, is_tied ? 2 : 1, communication);
+    comm->timeout = options->timeout;
+    comm->deterministic = options->deterministic;
+    memory->allocate = comm_allocate;
+    memory->release = comm_release;
     size_t message_bytes = ((size_t)world_size + 1) * COMM_MAX_MESSAGE;
     if (message_bytes < sizeof(Error)) message_bytes = sizeof(Error);
     comm->message = (char *)memory_alloc(memory, MEMORY_COMMUNICATION, message_bytes);
@@ -184,49 +215,144 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOpt
     char seconds[32];
     snprintf(seconds, sizeof seconds, "%lld", (long long)options->timeout);
     setenv("TRAIN_GPT_TIMEOUT", seconds, 1);
-    comm->answers = (char *)malloc((size_t)world_size * COMM_MAX_MESSAGE);
-    if (comm->answers == NULL) die("no room for the answers of %d ranks", world_size);
-    ncclUniqueId id;
-    nccl_check(ncclGetUniqueId(&id));
+    cuda_check(cudaMallocHost((void **)&comm->staging, message_bytes));
+    const ncclUniqueId id = bootstrap_id(rank, world_size);
     ncclResult_t status = ncclCommInitRank(&comm->world.nccl, world_size, id, rank);
     if (status != ncclSuccess)
         die("cannot join the other ranks: %s (%s)", ncclGetErrorString(status), ncclGetLastError(NULL));
     // Ranks with the same color come together.
     const int row = comm->pipeline_rank * grid.data + data_rank,
               stage = comm->pipeline_rank * grid.tensor + tensor_rank;
-    nccl_check(ncclCommSplit(comm->world.nccl, stage, rank, &comm->data.nccl, NULL));
-    nccl_check(ncclCommSplit(comm->data.nccl, comm->replica.rank, rank, &comm->shard.nccl, NULL));
-    nccl_check(ncclCommSplit(comm->data.nccl, comm->shard.rank, rank, &comm->replica.nccl, NULL));
-    nccl_check(ncclCommSplit(comm->world.nccl, row, rank, &comm->tensor.nccl, NULL));
-    const int column = is_tied ? rank % (grid.tensor * grid.data) : NCCL_SPLIT_NOCOLOR;
-    nccl_check(ncclCommSplit(comm->world.nccl, column, rank, &comm->tied.nccl, NULL));
+    comm_split(&comm->world, stage, rank, &comm->data);
+    comm_split(&comm->data, comm->replica.rank, rank, &comm->shard);
+    comm_split(&comm->data, comm->shard.rank, rank, &comm->replica);
+    comm_split(&comm->world, row, rank, &comm->tensor);
+    if (grid.pipeline > 1) {
+        const int column = is_tied ? rank % (grid.tensor * grid.data) : NCCL_SPLIT_NOCOLOR;
+        nccl_check(ncclCommSplit(comm->world.nccl, column, rank, &comm->tied.nccl, NULL));
+    }
     comm_open_channels(comm, options->pipeline_chunks);
 }
 
+// The groups of this rank that have a communicator, those last whose communicator others may share.
+enum { COMM_GROUPS = 6 + CHANNELS };
+static inline int comm_groups(const Comm *comm, const Group **groups) {
+    const Group *const all[COMM_GROUPS] = {
+        &comm->channels[0], &comm->channels[1], &comm->channels[2], &comm->channels[3], &comm->tied,
+        &comm->tensor,      &comm->replica,     &comm->shard,       &comm->data,        &comm->world};
+    int n = 0;
+    for (int i = 0; i < COMM_GROUPS; i++)
+        if (all[i]->nccl != NULL) groups[n++] = all[i];
+    return n;
+}
+
+// Registers what collectives will work on with the communicators of sharding and of replicas, which do all of a step's
+// work (the data-parallel one is that of sharding where all ranks shard together, and unused elsewhere). A buffer that
+// cannot be registered serves as it is.
+static inline void comm_register(Comm *comm, const Memory *memory) {
+    if (comm->planning) return;
+    const Group *const groups[] = {&comm->shard, &comm->replica};
+    size_t count = 0;
+    for (const MemoryBuffer *buffer = memory->buffers; buffer != NULL; buffer = buffer->next) count += buffer->foreign;
+    comm->handles = (void **)calloc(2 * count + 1, sizeof(void *));
+    comm->handle_owners = (ncclComm_t *)calloc(2 * count + 1, sizeof(ncclComm_t));
+    if (comm->handles == NULL || comm->handle_owners == NULL) die("no room for %zu registered buffers", count);
+    for (int g = 0; g < 2; g++)
+        for (const MemoryBuffer *buffer = memory->buffers; buffer != NULL; buffer = buffer->next) {
+            if (groups[g]->size == 1 || !buffer->foreign) continue;
+            void *handle = NULL;
+            const ncclResult_t status = ncclCommRegister(groups[g]->nccl, buffer->pointer, buffer->bytes, &handle);
+            if (status != ncclSuccess || handle == NULL) continue;
+            comm->handle_owners[comm->n_handles] = groups[g]->nccl;
+            comm->handles[comm->n_handles++] = handle;
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Waiting
+
+typedef struct {
+    double begin; // 0: not looked yet
+    int looks;
+} CommPatience;
+
+static inline double comm_seconds(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+// One look at what has `status`: false if it is done. Ends the run where NCCL reports an error, and where other ranks
+// have been waited for too long: a second later than a device that watches its own collectives, and knows more. Gives
+// way to other threads first, then sleeps briefly.
+static inline bool comm_look(const Comm *comm, CommPatience *patience, cudaError_t status, const char *what) {
+    if (status == cudaSuccess) return false;
+    if (patience->looks++ % 64 == 0 || status != cudaErrorNotReady) {
+        const Group *groups[COMM_GROUPS];
+        const int n = comm_groups(comm, groups);
+        for (int i = 0; i < n; i++) {
+            ncclResult_t error = ncclSuccess;
+            nccl_check(ncclCommGetAsyncError(groups[i]->nccl, &error));
+            if (error != ncclSuccess && error != ncclInProgress)
+                die("%s: %s (%s)", what, ncclGetErrorString(error), ncclGetLastError(groups[i]->nccl));
+        }
+        if (status != cudaErrorNotReady) die("%s: %s", what, cudaGetErrorString(status));
+        const double now = comm_seconds();
+        if (patience->begin == 0) patience->begin = now;
+        if (comm->world_size > 1 && now - patience->begin > (double)comm->timeout + 1)
+            die("%s: not there after this rank has waited %.0f s", what, now - patience->begin);
+    }
+    if (patience->looks < 512) {
+        sched_yield();
+    } else {
+        const struct timespec pause = {0, 20000};
+        nanosleep(&pause, NULL);
+    }
+    return true;
+}
+
+// Wait until everything queued on a stream, or what an event was recorded behind, is done. `what` is for messages.
+// Whoever waits with cudaStreamSynchronize() for something that waits for other ranks waits for ever if one is gone; so
+// nothing in a step does, and nothing copies to memory that is not pinned, which would wait likewise.
+static inline void comm_wait(const Comm *comm, cudaStream_t stream, const char *what) {
+    CommPatience patience = {0, 0};
+    while (comm_look(comm, &patience, cudaStreamQuery(stream), what)) continue;
+}
+
+static inline void comm_wait_event(const Comm *comm, cudaEvent_t event, const char *what) {
+    CommPatience patience = {0, 0};
+    while (comm_look(comm, &patience, cudaEventQuery(event), what)) continue;
+}
+
 // Waits for everything that this rank has been given to exchange.
-static inline void comm_synchronize(Comm *comm) {
-    cuda_check(cudaStreamSynchronize(comm->stream));
+static inline void comm_finish(const Comm *comm) {
+    comm_wait(comm, comm->stream, "the last collectives");
     for (int i = 0; i < CHANNELS; i++)
-        if (comm->channels[i].size > 0) cuda_check(cudaStreamSynchronize(comm->channels[i].stream));
+        if (comm->channels[i].size > 0) comm_wait(comm, comm->channels[i].stream, "the neighbouring stages");
 }
 
 // Closes the communicators; every rank must call it.
 static inline void comm_free(Comm *comm) {
     if (comm->planning) return;
-    comm_synchronize(comm);
-    for (int i = 0; i < CHANNELS; i++) {
-        if (comm->channels[i].size == 0) continue;
-        nccl_check(ncclCommDestroy(comm->channels[i].nccl));
-        cuda_check(cudaStreamDestroy(comm->channels[i].stream));
+    comm_finish(comm);
+    for (int i = 0; i < comm->n_handles; i++) nccl_check(ncclCommDeregister(comm->handle_owners[i], comm->handles[i]));
+    const Group *groups[COMM_GROUPS];
+    const int n = comm_groups(comm, groups);
+    for (int i = 0; i < n; i++) {
+        bool shared = false; // with one that is closed later
+        for (int j = i + 1; j < n; j++) shared = shared || groups[j]->nccl == groups[i]->nccl;
+        if (!shared) nccl_check(ncclCommDestroy(groups[i]->nccl));
     }
-    if (comm->tied.nccl != NULL) nccl_check(ncclCommDestroy(comm->tied.nccl));
-    nccl_check(ncclCommDestroy(comm->tensor.nccl));
-    nccl_check(ncclCommDestroy(comm->replica.nccl));
-    nccl_check(ncclCommDestroy(comm->shard.nccl));
-    nccl_check(ncclCommDestroy(comm->data.nccl));
-    nccl_check(ncclCommDestroy(comm->world.nccl));
-    free(comm->answers);
+    for (int i = 0; i < CHANNELS; i++)
+        if (comm->channels[i].size > 0) cuda_check(cudaStreamDestroy(comm->channels[i].stream));
+    bootstrap_close();
+    cuda_check(cudaFreeHost(comm->staging));
+    free(comm->handles);
+    free(comm->handle_owners);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Collectives
 
 // Counts a call. Unless the run is only planned, returns true: it is to be made, between comm_count() and comm_done().
 static inline bool comm_count(Comm *comm, CommKind kind, const Group *group, uint64_t payload_bytes) {
@@ -249,10 +375,19 @@ static inline void comm_done(Comm *comm, const Group *group) {
     trace_end(comm->trace, comm->span, group->stream);
 }
 
-// buffer[i] = sum over the group's ranks, in rank order, in place, on the group's stream.   count elements
+// buffer[i] = sum over the group's ranks, in place, on the group's stream.   count elements
+// NCCL may sum an all-reduce in an order of its own. Where bits matter it is made of the reduce-scatter that other
+// strategies use, and an all-gather, if the group's ranks divide count.
 static inline void comm_all_reduce(Comm *comm, const Group *group, void *buffer, size_t count, ncclDataType_t type) {
     if (!comm_count(comm, COMM_ALL_REDUCE, group, count * comm_type_bytes(type))) return;
-    nccl_check(ncclAllReduce(buffer, buffer, count, type, ncclSum, group->nccl, group->stream));
+    const size_t part = count / (size_t)group->size;
+    if (!comm->deterministic || part * (size_t)group->size != count) {
+        nccl_check(ncclAllReduce(buffer, buffer, count, type, ncclSum, group->nccl, group->stream));
+    } else {
+        char *own = (char *)buffer + (size_t)group->rank * part * comm_type_bytes(type);
+        nccl_check(ncclReduceScatter(buffer, own, part, type, ncclSum, group->nccl, group->stream));
+        nccl_check(ncclAllGather(own, buffer, part, type, group->nccl, group->stream));
+    }
     comm_done(comm, group);
 }
 
@@ -286,6 +421,14 @@ static inline void comm_recv(Comm *comm, const Group *channel, void *buffer, siz
     comm_done(comm, channel);
 }
 
+// Collectives between these two are launched together: on a GPU small ones cost their launch more than their bytes.
+static inline void comm_begin_group(const Comm *comm) {
+    if (!comm->planning) nccl_check(ncclGroupStart());
+}
+static inline void comm_end_group(const Comm *comm) {
+    if (!comm->planning) nccl_check(ncclGroupEnd());
+}
+
 // Every rank's `bytes` bytes, in rank order, to every rank: returns world_size times `bytes`, valid until the next
 // call. Host memory; waits until everything queued on the communication stream, and this, is done. For scalars and
 // flags: counted apart.
@@ -293,22 +436,25 @@ static inline const void *comm_gather(Comm *comm, const void *mine, size_t bytes
     if (bytes > COMM_MAX_MESSAGE) die("a message of %zu bytes is too long", bytes);
     const size_t all_bytes = bytes * (size_t)comm->world_size;
     if (!comm_count(comm, COMM_SCALARS, &comm->world, all_bytes)) return NULL;
-    char *all = comm->message + COMM_MAX_MESSAGE;
-    cuda_check(cudaMemcpyAsync(comm->message, mine, bytes, cudaMemcpyHostToDevice, comm->stream));
+    char *all = comm->message + COMM_MAX_MESSAGE, *answers = comm->staging + COMM_MAX_MESSAGE;
+    memcpy(comm->staging, mine, bytes);
+    cuda_check(cudaMemcpyAsync(comm->message, comm->staging, bytes, cudaMemcpyHostToDevice, comm->stream));
     nccl_check(ncclAllGather(comm->message, all, bytes, ncclUint8, comm->world.nccl, comm->stream));
     comm_done(comm, &comm->world);
-    cuda_check(cudaMemcpyAsync(comm->answers, all, all_bytes, cudaMemcpyDeviceToHost, comm->stream));
-    cuda_check(cudaStreamSynchronize(comm->stream));
-    return comm->answers;
+    cuda_check(cudaMemcpyAsync(answers, all, all_bytes, cudaMemcpyDeviceToHost, comm->stream));
+    comm_wait(comm, comm->stream, "the collectives of this step and the scalars of all ranks");
+    return answers;
 }
 
 // Gives every rank what `root` has in `data`: host memory, at most as much as an Error. Waits for it.
 static inline void comm_broadcast(Comm *comm, int root, void *data, size_t bytes) {
     if (bytes > sizeof(Error)) die("a broadcast of %zu bytes is too long", bytes);
-    cuda_check(cudaMemcpyAsync(comm->message, data, bytes, cudaMemcpyHostToDevice, comm->stream));
+    memcpy(comm->staging, data, bytes);
+    cuda_check(cudaMemcpyAsync(comm->message, comm->staging, bytes, cudaMemcpyHostToDevice, comm->stream));
     nccl_check(ncclBroadcast(comm->message, comm->message, bytes, ncclUint8, root, comm->world.nccl, comm->stream));
-    cuda_check(cudaMemcpyAsync(data, comm->message, bytes, cudaMemcpyDeviceToHost, comm->stream));
-    cuda_check(cudaStreamSynchronize(comm->stream));
+    cuda_check(cudaMemcpyAsync(comm->staging, comm->message, bytes, cudaMemcpyDeviceToHost, comm->stream));
+    comm_wait(comm, comm->stream, "a broadcast");
+    memcpy(data, comm->staging, bytes);
 }
 
 // All ranks learn whether any of them found bad input. If so, all get the message of the lowest such rank, and false.

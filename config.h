@@ -9,6 +9,7 @@
 
 #include <stddef.h>
 #include "options.h"
+#include "profile.h"
 
 // Model shapes: name, n_layer, n_head, n_embd, context_length; all with GPT-2's vocabulary of 50257.
 // GPT-2: Radford et al. 2019. GPT-3: Brown et al. 2020, Table 2.1, all layers with dense attention. Two of its rows do
@@ -90,6 +91,7 @@
     O(run, INTEGER, timeout, "300", "[1, 1e6]", "seconds that a rank waits for the others before the run fails") \
     O(run, INTEGER, check_replicas, "0", "[0, 1e9]", "steps between checks that ranks hold the same; 0: none") \
     O(run, INTEGER, trace, "0", "[0, 1e9]", "step whose streams are recorded, in log_dir/trace.json; 0: none") \
+    O(run, TEXT, profile_steps, "", "", "A:B, the steps that a GPU's profiler records (nsys --capture-range=cudaProfilerApi); none: as it likes") \
     O(planning, BOOLEAN, plan, "false", "", "print what the run would take under every strategy, and end") \
     O(planning, INTEGER, world_size, "0", "[0, 1048576]", "plan: ranks; 0: nproc") \
     O(planning, NUMBER, device_memory, "80", "(0, 1e6]", "plan: memory of a device, GB (1e9 bytes)") \
@@ -118,10 +120,11 @@ typedef struct {
     CONFIG_OPTIONS(CONFIG_FIELD) // a field per option, named as its key
 
     // What follows from the options, set by config_check().
-    int64_t data_parallel;     // ranks that share the batch
-    int64_t shard_ranks;       // of them, those among which state is sharded
-    int64_t micro_batches;     // forward and backward passes per step on each of them
-    int64_t padded_vocab_size; // a multiple of 128 per tensor-parallel rank
+    int64_t data_parallel;               // ranks that share the batch
+    int64_t shard_ranks;                 // of them, those among which state is sharded
+    int64_t micro_batches;               // forward and backward passes per step on each of them
+    int64_t padded_vocab_size;           // a multiple of 128 per tensor-parallel rank
+    int64_t profile_first, profile_last; // steps, counted from 1; 0: none
 
     unsigned char sources[CONFIG_COUNT]; // OptionSource of each option: config->sources[CONFIG_n_layer]
     char file[OPTION_TEXT_SIZE];         // the JSON file; "" if none
@@ -394,6 +397,31 @@ static inline bool config_check_numerics(Config *config, Error *error) {
     return true;
 }
 
+static inline bool config_check_profile(Config *config, Error *error) {
+    config->profile_first = config->profile_last = 0;
+    const char *text = config->profile_steps;
+    if (text[0] == '\0') return true;
+    char *end = NULL;
+    errno = 0;
+    const long long first = strtoll(text, &end, 10);
+    const bool pair = end > text && *end == ':';
+    const char *second = pair ? end + 1 : text;
+    const long long last = strtoll(second, &end, 10);
+    // strtoll also takes blanks and signs.
+    if (!pair || end == second || *end != '\0' || text[strspn(text, "0123456789:")] != '\0' || errno != 0 ||
+        first < 1 || last < first || last > config->steps)
+        return config_error(config, CONFIG_profile_steps, error,
+                            "\"%.40s\" is not A:B with 1 <= A <= B <= steps %lld, for instance 3:5", text,
+                            (long long)config->steps);
+    if (!profile_supported())
+        return config_error(config, CONFIG_profile_steps, error,
+                            "%.40s: this program is not built for GPUs, whose profiler it would start; \"\" is needed",
+                            text);
+    config->profile_first = first;
+    config->profile_last = last;
+    return true;
+}
+
 // shard_group: 0 becomes all data-parallel ranks, node those of a machine.
 static inline bool config_check_sharding(Config *config, int node_ranks, Error *error) {
     const int64_t n = config->data_parallel;
@@ -424,7 +452,7 @@ static inline bool config_check(Config *config, int world_size, int node_ranks, 
     if (config->plan && config->plan_parameters > 0) return true; // arithmetic alone: neither shape nor batch
     if (!config_check_grid(config, world_size, error) || !config_check_model(config, error) ||
         !config_check_batch(config, world_size, error) || !config_check_schedule(config, error) ||
-        !config_check_sharding(config, node_ranks, error))
+        !config_check_sharding(config, node_ranks, error) || !config_check_profile(config, error))
         return false;
     if (config->plan) return true; // which reads no data
     if (config->train_data[0] == '\0')

@@ -19,6 +19,7 @@
 #include "layout.h"
 #include "memory.h"
 #include "ops.h"
+#include "profile.h"
 #include "random.h"
 #include "tensor_parallel.h"
 #include "zero.h"
@@ -77,6 +78,14 @@ typedef struct {
     floatX *masked;    // (own, C) dx under a dropout mask; NULL without dropout
     floatX *gathered;  // (rows, C) input of a pair of matrices; NULL without sequence parallelism
     floatX *dgathered; // (rows, C) gradient of its output; NULL without sequence parallelism
+
+    // Host, pinned. Tokens pass through two buffers in turn, so that the host prepares a micro-batch while the one
+    // before is still being copied; copied[i]: staging[i] may be written again.
+    int *staging[2]; // (2, rows) each: inputs, then targets
+    cudaEvent_t copied[2];
+    int uploads;  // so far
+    double *loss; // what gpt_loss() reads
+    floatX *row;  // (Vp/S) what gpt_logits() reads
 } GPT;
 
 // One micro-batch of a pass.
@@ -250,9 +259,23 @@ static inline void gpt_init(GPT *model, Memory *memory, const Layout *layout, Op
     model->arena_bytes = gpt_carve(model);
     model->arena = (char *)memory_alloc(memory, MEMORY_ACTIVATIONS, model->arena_bytes);
     gpt_carve(model);
+    if (memory->planning) return;
+    const size_t rows = (size_t)model->B * (size_t)model->T;
+    for (int i = 0; i < 2; i++) {
+        cuda_check(cudaMallocHost((void **)&model->staging[i], 2 * rows * sizeof(int)));
+        cuda_check(cudaEventCreateWithFlags(&model->copied[i], cudaEventDisableTiming));
+    }
+    cuda_check(cudaMallocHost((void **)&model->loss, sizeof(double)));
+    cuda_check(cudaMallocHost((void **)&model->row, (size_t)tp->vocab_rows * sizeof(floatX)));
 }
 
 static inline void gpt_free(GPT *model) {
+    for (int i = 0; i < 2 && model->loss != NULL; i++) {
+        cuda_check(cudaFreeHost(model->staging[i]));
+        cuda_check(cudaEventDestroy(model->copied[i]));
+    }
+    if (model->loss != NULL) cuda_check(cudaFreeHost(model->loss));
+    if (model->row != NULL) cuda_check(cudaFreeHost(model->row));
     for (int c = 0; c < model->layout->n_chunks; c++) {
         for (int i = 0; i < model->chunks[c].count; i++) free(model->chunks[c].slot[i].blocks);
         free(model->chunks[c].slot);
@@ -520,6 +543,8 @@ static inline void gpt_pass(GPT *model, const MicroBatch *batch, int chunk_numbe
         }
         const int span = trace_begin(model->tp->comm->trace, TRACE_COMPUTE, zero->compute, "%s %s, micro-batch %d",
                                      use_name(use->kind), unit->name, batch->micro);
+        range_push(use_name(use->kind));
+        range_push(unit->name);
         if (unit->kind == UNIT_FINAL)
             gpt_final(model, batch, slot, chunk, unit, backward, params, grads, dx, accumulate);
         else if (use->kind == USE_HEAD)
@@ -533,6 +558,8 @@ static inline void gpt_pass(GPT *model, const MicroBatch *batch, int chunk_numbe
             gpt_embedding_backward(model, batch, slot, unit, grads, dx, accumulate);
         else
             gpt_embed(model, batch, slot, wte, params);
+        range_pop();
+        range_pop();
         trace_end(model->tp->comm->trace, span, zero->compute);
         if (unit->kind == UNIT_WPE && !backward) zero_release_params(zero, layout->wte);
         if (use->reads) zero_release_params(zero, use->unit);
@@ -540,47 +567,62 @@ static inline void gpt_pass(GPT *model, const MicroBatch *batch, int chunk_numbe
     }
 }
 
-// Gives a chunk the tokens of a micro-batch: the first needs inputs, the last targets.
+// Gives a chunk the tokens of a micro-batch: the first needs inputs, the last targets. The caller's are read now.
 static inline void gpt_upload(GPT *model, const MicroBatch *batch, int chunk_number) {
     const Chunk *chunk = &model->layout->chunks[chunk_number];
+    if (model->planning || (!chunk->first && !chunk->last)) return;
     const Activations *slot = gpt_activations(model, chunk_number, batch->micro);
-    const size_t bytes = (size_t)batch->B * (size_t)batch->T * sizeof(int);
+    const size_t tokens = (size_t)batch->B * (size_t)batch->T, bytes = tokens * sizeof(int);
+    const int i = model->uploads++ % 2;
     cudaStream_t compute = model->zero->compute;
-    if (chunk->first)
-        COMPUTE(cuda_check(cudaMemcpyAsync(slot->inputs, batch->inputs, bytes, cudaMemcpyHostToDevice, compute)));
-    if (chunk->last)
-        COMPUTE(cuda_check(cudaMemcpyAsync(slot->targets, batch->targets, bytes, cudaMemcpyHostToDevice, compute)));
+    int *inputs = model->staging[i], *targets = inputs + tokens;
+    comm_wait_event(model->zero->comm, model->copied[i], "the micro-batch before the last");
+    if (chunk->first) {
+        memcpy(inputs, batch->inputs, bytes);
+        cuda_check(cudaMemcpyAsync(slot->inputs, inputs, bytes, cudaMemcpyHostToDevice, compute));
+    }
+    if (chunk->last) {
+        memcpy(targets, batch->targets, bytes);
+        cuda_check(cudaMemcpyAsync(slot->targets, targets, bytes, cudaMemcpyHostToDevice, compute));
+    }
+    cuda_check(cudaEventRecord(model->copied[i], compute));
 }
 
-// The sum of losses since the last micro-batch 0, over the tokens of this rank; 0 on ranks whose losses another rank
-// counts, or that have none. Waits for the compute stream.
+// Where the sum of losses since the last micro-batch 0 is, over the tokens of this rank: device memory; NULL on ranks
+// that have none, or whose losses another tensor rank counts.
+static inline const double *gpt_loss_sum(const GPT *model) {
+    return model->layout->final < 0 || model->tp->rank > 0 ? NULL : model->loss_sum;
+}
+
+// The same on the host, 0 for NULL. Waits for the compute stream.
 static inline double gpt_loss(GPT *model) {
-    double sum = 0;
-    if (model->layout->final < 0 || model->tp->rank > 0) return 0;
-    cuda_check(cudaMemcpyAsync(&sum, model->loss_sum, sizeof sum, cudaMemcpyDeviceToHost, model->zero->compute));
-    cuda_check(cudaStreamSynchronize(model->zero->compute));
-    return sum;
+    cudaStream_t compute = model->zero->compute;
+    const double *sum = gpt_loss_sum(model);
+    if (sum == NULL) return 0;
+    cuda_check(cudaMemcpyAsync(model->loss, sum, sizeof(double), cudaMemcpyDeviceToHost, compute));
+    comm_wait(model->zero->comm, compute, "the loss");
+    return *model->loss;
 }
 
 // The logits of the row that the last pass asked for with only_row, on every rank: out (V), host. Ranks that hold parts
 // of the vocabulary, or none of the head, learn them from those of the first data-parallel rank. Waits for the streams.
 static inline void gpt_logits(GPT *model, float *out) {
-    enum { PART = 128 };
+    enum { PART = 128 }; // rows of a slice are a multiple of it
     Comm *comm = model->tp->comm;
     const int V = model->layout->shape.vocab_size, rows = model->tp->vocab_rows, S = model->tp->size;
     const int last_stage = (comm->grid.pipeline - 1) * comm->grid.data * S;
     const bool alone = S * comm->grid.pipeline == 1;
-    for (int first = 0; first < V; first += PART) { // rows of a slice are a multiple of PART
+    if (model->layout->final >= 0) {
+        cudaStream_t compute = model->zero->compute;
+        cuda_check(
+            cudaMemcpyAsync(model->row, model->logits, (size_t)rows * sizeof(floatX), cudaMemcpyDeviceToHost, compute));
+        comm_wait(comm, compute, "the logits");
+    }
+    for (int first = 0; first < V; first += PART) {
         const int count = V - first < PART ? V - first : PART, owner = first / rows;
-        const bool here = model->layout->final >= 0 && owner == model->tp->rank;
         float values[PART];
-        floatX part[PART];
-        if (here) {
-            cuda_check(cudaMemcpyAsync(part, model->logits + first % rows, (size_t)count * sizeof(floatX),
-                                       cudaMemcpyDeviceToHost, model->zero->compute));
-            cuda_check(cudaStreamSynchronize(model->zero->compute));
-            for (int i = 0; i < count; i++) values[i] = floatX_to_float(part[i]);
-        }
+        if (model->layout->final >= 0 && owner == model->tp->rank)
+            for (int i = 0; i < count; i++) values[i] = floatX_to_float(model->row[first % rows + i]);
         if (!alone) comm_broadcast(comm, last_stage + owner, values, sizeof values);
         memcpy(out + first, values, (size_t)count * sizeof(float));
     }

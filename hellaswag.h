@@ -122,7 +122,7 @@ static inline bool hellaswag_read_all(Hellaswag *h, Error *error) {
     const int64_t most = (h->file.bytes - HELLASWAG_HEADER_BYTES) / (2 * HELLASWAG_LEAST);
     if (header[2] < 1 || header[2] > HELLASWAG_START || header[2] > most)
         return error_set(error, "%s: its header says %d examples, 1 to %lld are possible in its %lld bytes", path,
-                         header[2], (long long)(most < HELLASWAG_START ? most : HELLASWAG_START),
+                         header[2], (long long)(most < (int64_t)HELLASWAG_START ? most : (int64_t)HELLASWAG_START),
                          (long long)h->file.bytes);
     if (header[3] < 2 * HELLASWAG_LEAST || header[3] > 65535 || header[3] > h->file.bytes)
         return error_set(error, "%s: its header says that an example has up to %d bytes, %d to %lld are possible", path,

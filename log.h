@@ -18,6 +18,7 @@
 #include "config.h"
 #include "error.h"
 #include "memory.h"
+#include "mfu.h"
 #include "plan.h"
 
 typedef struct {
@@ -30,6 +31,7 @@ typedef struct {
     int64_t steps;
     double train_seconds;            // spent in steps: without evaluation and samples
     double last_loss, last_val_loss; // NaN while there is none
+    double peak_tokens_per_second;   // at an MFU of 1; NaN where the device's peak is not known
 } Log;
 
 static inline double now_seconds(void) {
@@ -107,7 +109,7 @@ static inline bool log_open(Log *log, const Config *config, int rank, Error *err
     log->speaks = rank == 0;
     log->directory = -1;
     log->started = log->last_line = now_seconds();
-    log->last_loss = log->last_val_loss = NAN;
+    log->last_loss = log->last_val_loss = log->peak_tokens_per_second = NAN;
     log->step_ms = (float *)calloc((size_t)config->steps + 1, sizeof(float));
     if (log->step_ms == NULL) return error_set(error, "steps: no room for the times of %lld", (long long)config->steps);
     if (!log->speaks || config->log_dir[0] == '\0') return true;
@@ -151,15 +153,20 @@ static inline const char *human_time(double seconds, char *text, size_t size) {
     return text;
 }
 
-// What is about to be trained, on what.
-static inline void log_header(const Log *log, const Trainer *trainer, const char *device, int threads,
-                              int64_t train_tokens, int64_t val_tokens) {
-    if (!log->speaks) return;
+// What is about to be trained, on what: all ranks have a `device` of the same name.
+static inline void log_header(Log *log, const Trainer *trainer, const char *device, int threads, int64_t train_tokens,
+                              int64_t val_tokens) {
     const Config *c = log->config;
+    const Layout *layout = &trainer->layout;
+    const MfuKind kind = sizeof(floatX) < sizeof(float) ? MFU_BF16 : c->tf32 ? MFU_TF32 : MFU_FP32;
+    log->peak_tokens_per_second = mfu_peak(device, kind) * (double)trainer->comm.world_size /
+                                  mfu_flops_per_token(layout->parameters, layout->shape.n_layer, layout->shape.n_embd,
+                                                      layout->shape.context_length, (int)c->sequence_length);
+    if (!log->speaks) return;
     char a[32], b[32];
     printf("model    %lld layers, %lld heads, %lld wide, context %lld, vocabulary %lld: %s parameters\n",
            (long long)c->n_layer, (long long)c->n_head, (long long)c->n_embd, (long long)c->context_length,
-           (long long)c->vocab_size, human_count((double)trainer->layout.parameters, a, sizeof a));
+           (long long)c->vocab_size, human_count((double)layout->parameters, a, sizeof a));
     printf("data     %s: %s tokens", c->train_data, human_count((double)train_tokens, a, sizeof a));
     if (val_tokens > 0)
         printf("; validation %s: %s tokens", c->val_data, human_count((double)val_tokens, b, sizeof b));
@@ -178,11 +185,11 @@ static inline void log_header(const Log *log, const Trainer *trainer, const char
     fflush(stdout);
 }
 
-// One training step, counted from 1. mfu: share of the device's peak, NaN where the peak is not known.
-static inline void log_step(Log *log, int64_t step, const StepResult *result, double loss, double lr, double seconds,
-                            double mfu) {
+// One training step, counted from 1.
+static inline void log_step(Log *log, int64_t step, const StepResult *result, double loss, double lr, double seconds) {
     const Config *c = log->config;
     const double tokens_per_second = (double)c->tokens_per_step / seconds;
+    const double mfu = tokens_per_second / log->peak_tokens_per_second;
     log->step_ms[log->steps++] = (float)(seconds * 1e3);
     log->train_seconds += seconds;
     log->last_loss = loss;
@@ -283,7 +290,6 @@ typedef struct {
     Memory memory, planned;
     CommCounts communication, communication_planned; // of one training step
     CommCounts all_ranks, planned_all_ranks;         // the same, summed over ranks
-    double mfu;
 } RunTotals;
 
 // The table of memory by component: allocated, planned, and bytes per padded parameter.
@@ -301,13 +307,15 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
     const Config *c = log->config;
     const StepTimes times = log_step_times(log);
     const double tokens_per_second = times.median > 0 ? (double)c->tokens_per_step / (times.median * 1e-3) : NAN;
+    const double mfu = tokens_per_second / log->peak_tokens_per_second;
     if (!log->speaks) return;
     char a[32], b[32];
     printf("\n%lld steps in %s: train loss %.4f", (long long)log->steps,
            human_time(now_seconds() - log->started, a, sizeof a), log->last_loss);
     if (isfinite(log->last_val_loss)) printf(", validation loss %.4f", log->last_val_loss);
-    printf(", %s tokens/s (median), parameters %016llx\n\n", human_count(tokens_per_second, b, sizeof b),
-           (unsigned long long)totals->params_hash);
+    printf(", %s tokens/s (median)", human_count(tokens_per_second, b, sizeof b));
+    if (isfinite(mfu)) printf(", MFU %.1f %%", mfu * 100);
+    printf(", parameters %016llx\n\n", (unsigned long long)totals->params_hash);
     log_memory_table(totals);
     for (int kind = 0; kind < COMM_SCALARS; kind++) {
         const CommCount *count = &totals->communication.kind[kind];
@@ -339,7 +347,7 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         json_add_exact(step_ms, "median", times.median);
         json_add_exact(step_ms, "min", times.min);
         json_add_exact(step_ms, "max", times.max);
-        json_add_exact(root, "mfu", totals->mfu);
+        json_add_exact(root, "mfu", mfu);
         json_add_memory(root, "memory_bytes", &totals->memory);
         json_add_memory(root, "memory_planned", &totals->planned);
         json_add_counts(json_add_counts(root, "communication_per_step", &totals->communication), "all_ranks",

@@ -93,7 +93,8 @@ static inline void trainer_build(Trainer *trainer, const Config *config, int ran
     const CommOptions ranks = {{(int)config->tensor_parallel, (int)config->data_parallel, P},
                                (int)config->shard_ranks,
                                V > 1,
-                               config->timeout};
+                               config->timeout,
+                               config->deterministic};
     comm_init(&trainer->comm, &trainer->memory, rank, &ranks, compute, communication);
     const LayoutCut cut = {trainer->comm.data.size,    trainer->comm.tensor.size, trainer->comm.tensor.rank, P, V,
                            trainer->comm.pipeline_rank};
@@ -119,6 +120,7 @@ static inline void trainer_build(Trainer *trainer, const Config *config, int ran
              alive, &options);
     free(alive);
     pipeline_init(&trainer->pipeline, &trainer->comm, &trainer->model, items, n_items, M);
+    comm_register(&trainer->comm, &trainer->memory);
 }
 
 static inline void trainer_free(Trainer *trainer) {
@@ -127,6 +129,7 @@ static inline void trainer_free(Trainer *trainer) {
     zero_free(&trainer->zero);
     ops_free(&trainer->ops);
     comm_free(&trainer->comm);
+    memory_close(&trainer->memory);
     layout_free(&trainer->layout);
 }
 
@@ -142,7 +145,7 @@ static inline Plan plan_rank(const Config *config, int rank) {
     Plan plan;
     trainer_build(&trainer, config, rank, true, NULL, NULL);
     pipeline_plan_step(&trainer.pipeline, (int)config->micro_batch, (int)config->sequence_length);
-    zero_step(&trainer.zero, NULL, 0, 0, false);
+    zero_step(&trainer.zero, NULL, 0, NULL, false);
     plan.memory = trainer.memory;
     plan.communication = trainer.comm.counts;
     plan.padded_parameters = trainer.layout.size;

@@ -3,14 +3,20 @@
 #include <fcntl.h>
 #include <malloc.h>
 #include <signal.h>
+#include "bootstrap.h"
 #include "config.h"
 #include "dataloader.h"
+#include "device.h"
 #include "error.h"
 #include "launch.h"
 #include "tokenizer.h"
 
 // Trains as configured, as one rank; returns an exit code.
+#ifdef __cplusplus
+#define DECLARE_TRAINER(name) extern "C" int name(const Config *config, const Place *place)
+#else
 #define DECLARE_TRAINER(name) int name(const Config *config, const Place *place)
+#endif
 
 // What main and the trainer both open: data and vocabulary.
 typedef struct {
@@ -47,6 +53,7 @@ static inline void inputs_close(Inputs *inputs) {
 
 #include "log.h"
 #include "plan.h"
+#include "profile.h"
 
 #if defined(PRECISION_FP32)
 #define TRAIN train_fp32
@@ -56,10 +63,7 @@ static inline void inputs_close(Inputs *inputs) {
 #define TRAIN train_bf16_gradfp32
 #endif
 
-#ifdef __cplusplus
-extern "C"
-#endif
-    DECLARE_TRAINER(TRAIN);
+DECLARE_TRAINER(TRAIN);
 
 // Whether any rank was asked to stop, agreed among all; asked now and then during what takes long.
 static bool stop_agreed(Trainer *trainer) {
@@ -156,10 +160,9 @@ DECLARE_TRAINER(TRAIN) {
     set_threads(place);
     if (config->plan) return plan_run(config, (int)config->nproc);
     cudaStream_t compute, communication;
-    int devices = 0;
-    cuda_check(cudaGetDeviceCount(&devices));
-    const int device_number = place->local_rank % devices;
-    cuda_check(cudaSetDevice(device_number));
+    int device_number = 0;
+    device_choose(place->local_rank, place->local_size, &device_number, &error);
+    bootstrap_meet(place->rank, place->world_size, &error);
     int least = 0, greatest = 0;
     cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     cuda_check(cudaStreamCreate(&compute));
@@ -199,7 +202,6 @@ DECLARE_TRAINER(TRAIN) {
 
     RunTotals totals;
     memset(&totals, 0, sizeof totals);
-    totals.mfu = NAN; // the peak of a CPU is not known
     Trace trace;
     int64_t step = 0, bad_steps = 0;
     bool stopped = false;
@@ -222,6 +224,8 @@ DECLARE_TRAINER(TRAIN) {
             trace_start(&trace, compute);
             trainer.comm.trace = &trace;
         }
+        if (step + 1 == config->profile_first) profile_start();
+        range_push("step");
         const double begin = now_seconds();
         const CommCounts before = trainer.comm.counts;
         pipeline_begin_step(&trainer.pipeline);
@@ -243,10 +247,12 @@ DECLARE_TRAINER(TRAIN) {
         }
         hyper.learning_rate = (float)config_learning_rate(config, step);
         const StepResult result =
-            zero_step(&trainer.zero, &hyper, config->grad_clip, gpt_loss(&trainer.model), stop_requested());
+            zero_step(&trainer.zero, &hyper, config->grad_clip, gpt_loss_sum(&trainer.model), stop_requested());
         if (result.updated) totals.communication = comm_counts_since(&trainer.comm, &before); // skipped: less
         log_step(&log, step + 1, &result, result.loss_sum / (double)config->tokens_per_step, hyper.learning_rate,
-                 now_seconds() - begin, totals.mfu);
+                 now_seconds() - begin);
+        range_pop();
+        if (step + 1 == config->profile_last) profile_stop();
         if (traced) log_trace(&log, &trainer.comm, &trace, step + 1);
         if (config->check_replicas > 0 && (step + 1) % config->check_replicas == 0)
             zero_check_replicas(&trainer.zero, step + 1);
@@ -379,6 +385,8 @@ int main(int argc, char **argv) {
     }
     if (config.plan) place.local_size = node_ranks; // which share the cores, as in the run: scratch is per thread
     if (!config_check(&config, world_size, node_ranks, &error)) die_input(&error);
+    if (!config.plan && !(bootstrap_check(world_size, &error) && (place.launched || device_check(world_size, &error))))
+        die_input(&error);
     // Other ranks may see other files; what they find is agreed on later.
     if (!config.plan && place.rank == 0 && !check_inputs(&config, world_size, &error)) die_input(&error);
     if (!config.plan && !place.launched && world_size > 1) return launch_ranks(world_size, argv);

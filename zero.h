@@ -23,6 +23,7 @@
 #include "layout.h"
 #include "memory.h"
 #include "ops.h"
+#include "profile.h"
 #include "random.h"
 #include "slots.h"
 
@@ -102,6 +103,7 @@ typedef struct {
     cudaEvent_t *params_updated; // by unit, compute
     cudaEvent_t *params_ready;   // by unit, communication: gathered after the update (state in full)
     double *sum_of_squares;      // device: this rank's partial sum of the norm
+    double *scalars;             // host, pinned: this rank's loss and partial norm of a step
     int64_t updates;             // AdamW steps taken: skipped steps do not count
 } Zero;
 
@@ -223,6 +225,7 @@ static inline void zero_init(Zero *zero, Memory *memory, const Layout *layout, c
     zero->grads_reduced = zero_events(zero);
     zero->params_updated = zero_events(zero);
     zero->params_ready = zero_events(zero);
+    if (!comm->planning) cuda_check(cudaMallocHost((void **)&zero->scalars, 2 * sizeof(double)));
 }
 
 static inline void zero_free(Zero *zero) {
@@ -235,6 +238,7 @@ static inline void zero_free(Zero *zero) {
     free(zero->param_slot);
     free(zero->grad_slot);
     free(zero->accumulate);
+    if (!zero->comm->planning) cuda_check(cudaFreeHost(zero->scalars));
 }
 
 enum { ZERO_CHUNK = 1 << 18 }; // elements that pass through the host at a time
@@ -275,6 +279,7 @@ static inline void zero_init_params(Zero *zero) {
             }
         }
     }
+    cuda_check(cudaStreamSynchronize(NULL)); // the communication stream does not wait for the NULL stream
     free(values);
     free(rounded);
 }
@@ -432,17 +437,21 @@ static inline void zero_tie_embedding(Zero *zero) {
     zero_launched(zero, zero->grads_reduced[wte]);
 }
 
-// Sum of squares of the part of the reduced gradient that this rank answers for: units in order, each waited for.
-static inline double zero_partial_norm(Zero *zero) {
-    double partial = 0;
+// Reads zero->scalars: the loss, and the sum of squares of the part of the reduced gradient that this rank answers for:
+// units in order, each waited for. loss_sum: device memory, or NULL:
+// another rank counts it. The host waits once, for both.
+static inline void zero_read_scalars(Zero *zero, const double *loss_sum) {
     for (int u = 0; u < zero->layout->n_units; u++) {
         const Held own = zero_own(zero, &zero->layout->units[u], zero->strategy->shard_grads);
         zero_wait(zero, zero->compute, zero->grads_reduced[u]);
         sum_of_squares(zero->ops, zero->sum_of_squares, zero->grads + own.at, own.count, u > 0);
     }
-    cuda_check(cudaMemcpyAsync(&partial, zero->sum_of_squares, sizeof partial, cudaMemcpyDeviceToHost, zero->compute));
-    cuda_check(cudaStreamSynchronize(zero->compute));
-    return partial;
+    zero->scalars[0] = 0;
+    if (loss_sum != NULL)
+        cuda_check(cudaMemcpyAsync(&zero->scalars[0], loss_sum, sizeof(double), cudaMemcpyDeviceToHost, zero->compute));
+    cuda_check(cudaMemcpyAsync(&zero->scalars[1], zero->sum_of_squares, sizeof(double), cudaMemcpyDeviceToHost,
+                               zero->compute));
+    comm_wait(zero->comm, zero->compute, "the loss and the reduced gradient");
 }
 
 // AdamW on this rank's slice of a unit.
@@ -470,39 +479,62 @@ static inline void zero_update_unit(Zero *zero, const Unit *unit, AdamW *hyper) 
     }
 }
 
-// Updates all units and starts gathering what every rank needs in full: the next pass waits for it unit by unit.
-// hyper NULL: for a plan, which computes nothing.
-static inline void zero_update(Zero *zero, AdamW *hyper) {
-    const bool gather = zero->strategy->shard_optimizer && !zero->strategy->shard_params;
-    for (int u = 0; u < zero->layout->n_units; u++) {
+enum { ZERO_SMALL_BYTES = 1 << 16 }; // of a unit whose collective costs its launch more than its bytes
+
+// Gathers units [first, end), which have been updated, in one launch.
+static inline void zero_gather_updated(Zero *zero, int first, int end) {
+    for (int u = first; u < end; u++) zero_wait(zero, zero->comm->stream, zero->params_updated[u]);
+    comm_begin_group(zero->comm);
+    for (int u = first; u < end; u++) {
         const Unit *unit = &zero->layout->units[u];
-        const int span = trace_begin(zero->comm->trace, TRACE_COMPUTE, zero->compute, "AdamW %s", unit->name);
-        if (hyper != NULL) zero_update_unit(zero, unit, hyper);
-        trace_end(zero->comm->trace, span, zero->compute);
-        zero_record(zero, zero->params_updated[u], zero->compute);
-        if (!gather) continue;
         const Held shard = zero_held(zero, unit, true);
         floatX *full = zero->params + unit->offset;
-        zero_wait(zero, zero->comm->stream, zero->params_updated[u]);
         comm_all_gather(zero->comm, &zero->comm->shard, full, full + shard.first, shard.count, param_type());
-        zero_launched(zero, zero->params_ready[u]);
+    }
+    comm_end_group(zero->comm);
+    for (int u = first; u < end; u++) zero_launched(zero, zero->params_ready[u]);
+}
+
+// Updates all units and starts gathering what every rank needs in full: the next pass waits for it unit by unit. A
+// small unit is gathered together with the one before it. hyper NULL: for a plan, which computes nothing.
+static inline void zero_update(Zero *zero, AdamW *hyper) {
+    const bool gather = zero->strategy->shard_optimizer && !zero->strategy->shard_params;
+    const int n = zero->layout->n_units;
+    for (int u = 0, first = 0; u < n; u++) {
+        const Unit *unit = &zero->layout->units[u];
+        if (hyper != NULL) {
+            const int span = trace_begin(zero->comm->trace, TRACE_COMPUTE, zero->compute, "AdamW %s", unit->name);
+            range_push("update");
+            range_push(unit->name);
+            zero_update_unit(zero, unit, hyper);
+            range_pop();
+            range_pop();
+            trace_end(zero->comm->trace, span, zero->compute);
+        }
+        zero_record(zero, zero->params_updated[u], zero->compute);
+        const bool joined = u + 1 < n && zero->layout->units[u + 1].size * sizeof(floatX) <= ZERO_SMALL_BYTES;
+        if (!gather || joined) continue;
+        zero_gather_updated(zero, first, u + 1);
+        first = u + 1;
     }
 }
 
 // Ends a step: exchanges the scalars, computes the global norm, clips (grad_clip 0: does not), and updates. loss_sum:
-// this rank's sum over its tokens of the step. hyper's grad_scale and step are set here. A step whose loss or norm is
-// not finite changes nothing.
-static inline StepResult zero_step(Zero *zero, AdamW *hyper, double grad_clip, double loss_sum, bool stop) {
+// device memory, this rank's sum over its tokens of the step. hyper's grad_scale and step are set here. A step whose
+// loss or norm is not finite changes nothing.
+static inline StepResult zero_step(Zero *zero, AdamW *hyper, double grad_clip, const double *loss_sum, bool stop) {
     StepResult result = {0, 0, false, false};
     enum { SCALARS = 3 };
-    double mine[SCALARS] = {loss_sum, 0, stop ? 1.0 : 0.0};
+    double mine[SCALARS] = {0, 0, stop ? 1.0 : 0.0};
     zero_tie_embedding(zero);
     if (zero->comm->planning) {
         comm_gather(zero->comm, mine, sizeof mine);
         zero_update(zero, NULL);
         return result;
     }
-    mine[1] = zero_partial_norm(zero);
+    zero_read_scalars(zero, loss_sum);
+    mine[0] = zero->scalars[0];
+    mine[1] = zero->scalars[1];
     const double *all = (const double *)comm_gather(zero->comm, mine, sizeof mine);
     double squares = 0;
     for (int r = 0; r < zero->comm->world_size; r++) {
@@ -554,13 +586,18 @@ static inline uint64_t zero_hash(const Zero *zero, const Unit *unit, Held range,
     return hash;
 }
 
+// Waits until both streams are done.
+static inline void zero_finish(Zero *zero) {
+    comm_wait(zero->comm, zero->compute, "the update of parameters");
+    comm_finish(zero->comm);
+}
+
 // A hash of all parameters of the model (masters where they exist), however they are sharded: every rank hashes the
 // part that it answers for.
 static inline uint64_t zero_params_hash(Zero *zero) {
     const bool masters = zero->master != NULL;
     const bool sharded = masters ? zero->strategy->shard_optimizer : zero->strategy->shard_params;
-    cuda_check(cudaStreamSynchronize(zero->compute));
-    cuda_check(cudaStreamSynchronize(zero->comm->stream));
+    zero_finish(zero);
     uint64_t hash = 0;
     for (int u = 0; u < zero->layout->n_units; u++) {
         const Unit *unit = &zero->layout->units[u];
@@ -590,8 +627,7 @@ static inline void zero_check_replicas(Zero *zero, int64_t step) {
     Comm *comm = zero->comm;
     const Group *shard = &comm->shard;
     const bool sharded = zero->strategy->shard_params;
-    cuda_check(cudaStreamSynchronize(zero->compute));
-    cuda_check(cudaStreamSynchronize(comm->stream));
+    zero_finish(zero);
     const uint64_t counters[2] = {(uint64_t)zero->updates, comm->sequence};
     const uint64_t *all = (const uint64_t *)comm_gather(comm, counters, sizeof counters);
     const int stage_ranks = comm->world_size / comm->grid.pipeline;

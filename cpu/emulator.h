@@ -39,7 +39,9 @@
 #define __constant__ static
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __forceinline__ inline
+// Always, so that no code of it is shared by objects that are compiled for different precisions: a type of the same
+// name is another type there.
+#define __forceinline__ inline __attribute__((always_inline))
 #define __align__(n) __attribute__((aligned(n)))
 #ifdef __SANITIZE_ADDRESS__
 #define __shared__ static
@@ -179,6 +181,8 @@ struct EmulatorLaunch {
 // Checks the launch and puts it into the stream; takes launch.call over.
 cudaError_t emulator_submit(const EmulatorLaunch &launch, cudaStream_t stream);
 
+namespace { // of this object alone, as kernels and their parameters are
+
 template <class... Parameters> struct EmulatorCall {
     void (*kernel)(Parameters...);
     std::tuple<Parameters...> arguments;
@@ -188,6 +192,8 @@ template <class... Parameters> struct EmulatorCall {
     }
     static void release(void *self) { delete static_cast<EmulatorCall *>(self); }
 };
+
+} // namespace
 
 template <class... Parameters, class... Arguments>
 static inline cudaError_t emulator_launch(const char *text, EmulatorLine caller, const cudaLaunchConfig_t *config,

@@ -305,6 +305,12 @@ void fiber_main() {
         block->exited++;
         if (block->at_barrier > 0 && block->at_barrier + block->exited == block->threads)
             emulator_die("%u threads wait at __syncthreads(), but %u have ended", block->at_barrier, block->exited);
+        for (uint32_t waiting = warp.in_operation; waiting != 0; waiting &= waiting - 1) {
+            const Lane &other = block->lanes[block->warp_index * WARP + (unsigned)__builtin_ctz(waiting)];
+            if (other.mask >> block->lane & 1)
+                emulator_die("lane %u has ended, but lane %d waits for it in an operation of lanes %08x at %s:%d",
+                             block->lane, __builtin_ctz(waiting), other.mask, other.caller.file, other.caller.line);
+        }
         const uint32_t others = warp.unstarted | warp.ready;
         if (others == 0) {
             give_fiber(self);

@@ -219,10 +219,14 @@ static void measure_rates(Bench &bench) {
 
 static void print_table(Bench &bench, std::vector<Entry> &list) {
     const double tokens = (double)bench.B * bench.T * bench.micro_batches;
-    const char *row =
-        bench.markdown ? "| %-27s | %9.0f | %14.1f | %14.3f | %10.3f |" : "%-27s %9.0f %14.1f %14.3f %10.3f";
+    const char *edge = bench.markdown ? "| " : "", *bar = bench.markdown ? " | " : " ",
+               *end = bench.markdown ? " |" : "";
+    const auto line = [&](const std::string &name, const std::string &calls, double bytes, double products, double ms) {
+        printf("%s%-27s%s%9s%s%14.0f%s%14.3f%s%10.2f%s", edge, name.c_str(), bar, calls.c_str(), bar, bytes / tokens,
+               bar, products / tokens * 1e-6, bar, ms, end);
+    };
     if (bench.markdown)
-        printf("| operation | calls a step | bytes a token | MFLOP a token | floor, ms |\n|---|---:|---:|---:|---:|\n");
+        printf("| operation | calls | bytes a token | MFLOP a token | floor, ms |\n|---|---:|---:|---:|---:|\n");
     else
         printf("%-27s %9s %14s %14s %10s%s\n", "operation", "calls", "bytes a token", "MFLOP a token", "floor, ms",
                bench.measures ? "       ms   share  of floor" : "");
@@ -235,15 +239,15 @@ static void print_table(Bench &bench, std::vector<Entry> &list) {
     for (size_t i = 0; i < list.size(); i++) {
         const Entry &entry = list[i];
         const double ms = floor_ms(bench, entry);
-        printf(row, entry.name.c_str(), entry.calls, entry.calls * entry.bytes / tokens,
-               entry.calls * entry.products / tokens * 1e-6, ms);
+        line(entry.name, std::to_string((long)entry.calls), entry.calls * entry.bytes, entry.calls * entry.products,
+             ms);
         if (bench.measures) printf(" %8.3f %6.1f%% %8.2f", times[i], 100 * times[i] / measured, ms / times[i]);
         printf("\n");
         bytes += entry.calls * entry.bytes;
         products += entry.calls * entry.products;
         least += ms;
     }
-    printf(row, bench.markdown ? "**sum**" : "sum", 0.0, bytes / tokens, products / tokens * 1e-6, least);
+    line("sum", "", bytes, products, least);
     if (bench.measures) printf(" %8.3f %6.1f%% %8.2f", measured, 100.0, least / measured);
     printf("\n\nfloor of a step of %d x %d x %d tokens a rank: %.1f ms", bench.micro_batches, bench.B, bench.T, least);
     if (bench.ranks > 1) printf("; %d ranks send for %.1f ms, beside the computation", bench.ranks, network_ms(bench));

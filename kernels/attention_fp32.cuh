@@ -17,23 +17,29 @@
 
 // Rows of a tile, of probabilities and of a thread; threads. Rows of shared memory are padded by four floats: 16 bytes
 // at one column of eight neighbouring rows lie in different banks.
-enum { FP32_TILE = 32, FP32_THREADS = 128, FP32_M = 4, FP32_PAD = 4, FP32_P_STRIDE = FP32_TILE + FP32_PAD };
+enum {
+    FP32_TILE = 32,
+    FP32_THREADS = 128,
+    FP32_BLOCKS = 2,
+    FP32_M = 4,
+    FP32_PAD = 4,
+    FP32_P_STRIDE = FP32_TILE + FP32_PAD
+};
 
 // tile (32, WIDTH) = rows of `from` (stride apart) starting at `first`; zeros from row T and from column HS on. To be
 // waited for with cp_async_wait<0>() and a barrier.
 template <int WIDTH>
-static __device__ __forceinline__ void fp32_load(float *tile, const float *from, size_t stride, int first, int T,
-                                                 int HS) {
+static __device__ __forceinline__ void fp32_load(float *tile, const float *from, int stride, int first, int T, int HS) {
     constexpr int CHUNKS = WIDTH / 4;
     for (int i = (int)threadIdx.x; i < FP32_TILE * CHUNKS; i += FP32_THREADS) {
         const int row = i / CHUNKS, column = i % CHUNKS * 4, t = first + row;
         float *to = tile + row * (WIDTH + FP32_PAD) + column;
         if (HS % 4 == 0) {
             const bool inside = t < T && column < HS;
-            cp_async16(to, inside ? from + (size_t)t * stride + column : from, inside ? 16 : 0);
+            cp_async16(to, inside ? from + (int64_t)t * stride + column : from, inside ? 16 : 0);
         } else {
             for (int e = 0; e < 4; e++)
-                to[e] = t < T && column + e < HS ? load_one(from + (size_t)t * stride + column + e) : 0.0f;
+                to[e] = t < T && column + e < HS ? load_one(from + (int64_t)t * stride + column + e) : 0.0f;
         }
     }
 }
@@ -97,7 +103,7 @@ static __device__ __forceinline__ float fp32_row_sum(float value) {
 
 // Rows first + y + 8 i of `to` = d times factor.
 template <int WIDTH>
-static __device__ __forceinline__ void fp32_store(float *to, size_t stride, int first, int T, int HS,
+static __device__ __forceinline__ void fp32_store(float *to, int stride, int first, int T, int HS,
                                                   const float (&d)[FP32_M][WIDTH / 16], const float (&factor)[FP32_M]) {
     const int y = threadIdx.x / 16, x = threadIdx.x % 16;
 #pragma unroll
@@ -105,29 +111,28 @@ static __device__ __forceinline__ void fp32_store(float *to, size_t stride, int 
 #pragma unroll
         for (int c = 0; c < WIDTH / 16; c++)
             if (first + y + 8 * i < T && x + 16 * c < HS)
-                store_one(to + (size_t)(first + y + 8 * i) * stride + x + 16 * c, d[i][c] * factor[i]);
+                store_one(to + (int64_t)(first + y + 8 * i) * stride + x + 16 * c, d[i][c] * factor[i]);
 }
 
-// Factor of mask element (t, s).
-template <bool DROPOUT>
-static __device__ __forceinline__ float fp32_dropout(const AttentionShape &shape, const DropoutMask &mask, int head,
-                                                     int t, int s) {
-    float factor[1] = {1.0f};
-    if constexpr (DROPOUT) dropout_factors(factor, mask, attention_mask_row(shape, head, t) + (uint64_t)s);
-    return factor[0];
-}
-
-// Bytes of shared memory: some tiles and some matrices of probabilities.
+// Bytes of shared memory: some tiles, some matrices of probabilities, and a word of the dropout mask for each query.
 static constexpr int fp32_shared_bytes(int width, int tiles, int probabilities) {
-    return (tiles * FP32_TILE * (width + FP32_PAD) + probabilities * FP32_TILE * FP32_P_STRIDE) * 4;
+    return (tiles * FP32_TILE * (width + FP32_PAD) + probabilities * FP32_TILE * FP32_P_STRIDE + FP32_TILE) * 4;
+}
+
+// Dropout factor of key `key` of 32, given its query's word of the mask.
+template <bool DROPOUT>
+static __device__ __forceinline__ float fp32_factor(const DropoutMask &mask, const uint32_t *word, int key) {
+    if constexpr (DROPOUT) return *word >> key & 1 ? mask.scale : 0.0f;
+    return 1.0f;
 }
 
 template <int WIDTH, bool DROPOUT>
-static __global__ void __launch_bounds__(FP32_THREADS)
+static __global__ void __launch_bounds__(FP32_THREADS, FP32_BLOCKS)
     attention_forward_fp32_kernel(float *out, float *lse, const float *qkv, AttentionShape shape, DropoutMask mask) {
     constexpr int TILE = FP32_TILE * (WIDTH + FP32_PAD);
     DYNAMIC_SHARED(float, queries);
     float *keys = queries + TILE, *values = keys + TILE, *shared_p = values + TILE;
+    [[maybe_unused]] uint32_t *bits = reinterpret_cast<uint32_t *>(shared_p + FP32_TILE * FP32_P_STRIDE);
     const AttentionBlock block = attention_block(shape);
     const int T = shape.T, HS = shape.HS, y = threadIdx.x / 16, x = threadIdx.x % 16;
     const int first = (shape.tiles - 1 - block.tile) * FP32_TILE;
@@ -142,6 +147,7 @@ static __global__ void __launch_bounds__(FP32_THREADS)
         fp32_load<WIDTH>(keys, k, block.qkv_stride, key, T, HS);
         fp32_load<WIDTH>(values, v, block.qkv_stride, key, T, HS);
         cp_async_commit();
+        if constexpr (DROPOUT) draw_mask<FP32_TILE, FP32_TILE, FP32_THREADS>(bits, mask, shape, block.head, first, key);
         cp_async_wait<0>();
         __syncthreads();
         float p[FP32_M][2];
@@ -164,7 +170,7 @@ static __global__ void __launch_bounds__(FP32_THREADS)
             for (int j = 0; j < 2; j++) {
                 p[i][j] = expf(p[i][j] - most);
                 sum[i] += p[i][j];
-                p[i][j] *= fp32_dropout<DROPOUT>(shape, mask, block.head, t, key + x + 16 * j);
+                p[i][j] *= fp32_factor<DROPOUT>(mask, bits + y + 8 * i, x + 16 * j);
             }
 #pragma unroll
             for (int c = 0; c < WIDTH / 16; c++) result[i][c] *= correction;
@@ -186,12 +192,13 @@ static __global__ void __launch_bounds__(FP32_THREADS)
 
 // D, and dq.
 template <int WIDTH, bool DROPOUT>
-static __global__ void __launch_bounds__(FP32_THREADS)
+static __global__ void __launch_bounds__(FP32_THREADS, FP32_BLOCKS)
     attention_backward_queries_fp32_kernel(float *dqkv, float *dots, const float *dout, const float *qkv,
                                            const float *out, const float *lse, AttentionShape shape, DropoutMask mask) {
     constexpr int STRIDE = WIDTH + FP32_PAD, TILE = FP32_TILE * STRIDE;
     DYNAMIC_SHARED(float, queries);
     float *dresult = queries + TILE, *keys = dresult + TILE, *values = keys + TILE, *shared_ds = values + TILE;
+    [[maybe_unused]] uint32_t *bits = reinterpret_cast<uint32_t *>(shared_ds + FP32_TILE * FP32_P_STRIDE);
     const AttentionBlock block = attention_block(shape);
     const int T = shape.T, HS = shape.HS, y = threadIdx.x / 16, x = threadIdx.x % 16;
     const int first = (shape.tiles - 1 - block.tile) * FP32_TILE;
@@ -210,7 +217,7 @@ static __global__ void __launch_bounds__(FP32_THREADS)
 #pragma unroll
         for (int c = 0; c < WIDTH / 16; c++)
             if (t < T && x + 16 * c < HS)
-                dot[i] += dresult[r * STRIDE + x + 16 * c] * load_one(o + (size_t)t * block.row_stride + x + 16 * c);
+                dot[i] += dresult[r * STRIDE + x + 16 * c] * load_one(o + (int64_t)t * block.row_stride + x + 16 * c);
         dot[i] = fp32_row_sum(dot[i]);
         if (x == 0 && t < T) store_one(dots + head_rows + (size_t)t, dot[i]);
         row_lse[i] = t < T ? load_one(lse + head_rows + (size_t)t) : 0.0f;
@@ -221,6 +228,7 @@ static __global__ void __launch_bounds__(FP32_THREADS)
         fp32_load<WIDTH>(keys, k, block.qkv_stride, key, T, HS);
         fp32_load<WIDTH>(values, v, block.qkv_stride, key, T, HS);
         cp_async_commit();
+        if constexpr (DROPOUT) draw_mask<FP32_TILE, FP32_TILE, FP32_THREADS>(bits, mask, shape, block.head, first, key);
         cp_async_wait<0>();
         __syncthreads();
         float p[FP32_M][2], ds[FP32_M][2];
@@ -232,7 +240,7 @@ static __global__ void __launch_bounds__(FP32_THREADS)
             for (int j = 0; j < 2; j++) {
                 const int t = first + y + 8 * i, s = key + x + 16 * j;
                 const float probability = s > t ? 0.0f : expf(p[i][j] * shape.scale - row_lse[i]);
-                ds[i][j] = probability * (ds[i][j] * fp32_dropout<DROPOUT>(shape, mask, block.head, t, s) - dot[i]);
+                ds[i][j] = probability * (ds[i][j] * fp32_factor<DROPOUT>(mask, bits + y + 8 * i, x + 16 * j) - dot[i]);
             }
         fp32_share(shared_ds, ds);
         __syncwarp();
@@ -243,13 +251,14 @@ static __global__ void __launch_bounds__(FP32_THREADS)
 
 // dk and dv. Scores are transposed: keys by queries.
 template <int WIDTH, bool DROPOUT>
-static __global__ void __launch_bounds__(FP32_THREADS)
+static __global__ void __launch_bounds__(FP32_THREADS, FP32_BLOCKS)
     attention_backward_keys_fp32_kernel(float *dqkv, const float *dots, const float *dout, const float *qkv,
                                         const float *lse, AttentionShape shape, DropoutMask mask) {
     constexpr int TILE = FP32_TILE * (WIDTH + FP32_PAD);
     DYNAMIC_SHARED(float, keys);
     float *values = keys + TILE, *queries = values + TILE, *dresult = queries + TILE;
     float *shared_p = dresult + TILE, *shared_ds = shared_p + FP32_TILE * FP32_P_STRIDE;
+    [[maybe_unused]] uint32_t *bits = reinterpret_cast<uint32_t *>(shared_ds + FP32_TILE * FP32_P_STRIDE);
     const AttentionBlock block = attention_block(shape);
     const int T = shape.T, HS = shape.HS, y = threadIdx.x / 16, x = threadIdx.x % 16, first = block.tile * FP32_TILE;
     const size_t head_rows = (size_t)block.head * (size_t)T;
@@ -275,6 +284,8 @@ static __global__ void __launch_bounds__(FP32_THREADS)
             row_lse[j] = t < T ? load_one(lse + head_rows + (size_t)t) : 0.0f;
             dot[j] = t < T ? load_one(dots + head_rows + (size_t)t) : 0.0f;
         }
+        if constexpr (DROPOUT)
+            draw_mask<FP32_TILE, FP32_TILE, FP32_THREADS>(bits, mask, shape, block.head, query, first);
         cp_async_wait<0>();
         __syncthreads();
         float p[FP32_M][2], ds[FP32_M][2];
@@ -285,7 +296,7 @@ static __global__ void __launch_bounds__(FP32_THREADS)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 const int t = query + x + 16 * j, s = first + y + 8 * i;
-                const float dropout = fp32_dropout<DROPOUT>(shape, mask, block.head, t, s);
+                const float dropout = fp32_factor<DROPOUT>(mask, bits + x + 16 * j, y + 8 * i);
                 const float probability = s > t ? 0.0f : expf(p[i][j] * shape.scale - row_lse[j]);
                 ds[i][j] = probability * (ds[i][j] * dropout - dot[j]);
                 p[i][j] = probability * dropout;

@@ -48,10 +48,11 @@ template <auto kernel> static void attention_allow_shared(int bytes) {
 
 // Where a block works. Offsets are in elements.
 struct AttentionBlock {
-    int head;        // b * NH + h
-    int tile;        // in order of work: 0 has the most
-    size_t qkv, row; // of the head's first query in qkv, (B, T, 3, NH, HS), and in out, (B, T, NH, HS)
-    size_t qkv_stride, row_stride, C;
+    int head;                   // b * NH + h
+    int tile;                   // in order of work: 0 has the most
+    size_t qkv, row;            // of the head's first query in qkv, (B, T, 3, NH, HS), and in out, (B, T, NH, HS)
+    int qkv_stride, row_stride; // from one position to the next
+    int C;
 };
 
 static __device__ __forceinline__ AttentionBlock attention_block(const AttentionShape &shape) {
@@ -62,46 +63,86 @@ static __device__ __forceinline__ AttentionBlock attention_block(const Attention
     block.head = first + within % heads;
     block.tile = within / heads;
     const size_t b = (size_t)(block.head / shape.NH), h = (size_t)(block.head % shape.NH), T = (size_t)shape.T;
-    block.C = (size_t)shape.NH * (size_t)shape.HS;
-    block.row = b * T * block.C + h * (size_t)shape.HS;
-    block.qkv = b * T * 3 * block.C + h * (size_t)shape.HS;
+    block.C = shape.NH * shape.HS;
+    block.row = b * T * (size_t)block.C + h * (size_t)shape.HS;
+    block.qkv = b * T * 3 * (size_t)block.C + h * (size_t)shape.HS;
     block.row_stride = block.C;
     block.qkv_stride = 3 * block.C;
     return block;
 }
 
-// Index of element (t, 0) of the head's dropout mask.
-static __device__ __forceinline__ uint64_t attention_mask_row(const AttentionShape &shape, int head, int t) {
-    return ((uint64_t)head * (uint64_t)shape.T + (uint64_t)t) * (uint64_t)shape.T;
+// Bit i: whether element index + i of the dropout mask is kept.
+static __device__ __forceinline__ uint32_t dropout_bits(const DropoutMask &mask, uint64_t index) {
+    const uint64_t at = mask.first + index;
+    uint64_t bits = 0;
+#pragma unroll 1                              // registers are short in the kernels that draw
+    for (int group = 0; group < 9; group++) { // the last for indices that do not begin with a random4
+        const Random4 words = random4(mask.key, (at >> 2) + (uint64_t)group);
+#pragma unroll
+        for (int i = 0; i < 4; i++) bits |= (uint64_t)(words.word[i] >= mask.threshold) << (group * 4 + i);
+    }
+    return (uint32_t)(bits >> (at & 3));
+}
+
+// bits (ROWS, KEYS / 32): the dropout mask of ROWS queries and KEYS keys. Drawn a word at a time and shared, since no
+// thread of a product holds neighbouring elements enough to use the four numbers that are drawn together.
+template <int ROWS, int KEYS, int THREADS>
+static __device__ __forceinline__ void draw_mask(uint32_t *bits, const DropoutMask &mask, const AttentionShape &shape,
+                                                 int head, int first_query, int first_key) {
+    constexpr int WORDS = KEYS / 32;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < ROWS * WORDS; i += THREADS) {
+        const uint64_t row = (uint64_t)head * (uint64_t)shape.T + (uint64_t)(first_query + i / WORDS);
+        bits[i] = dropout_bits(mask, row * (uint64_t)shape.T + (uint64_t)(first_key + i % WORDS * 32));
+    }
 }
 
 // -------------------------------------------------------------------------------------------- tiles in shared memory
 
+// How many chunks are exchanged.
+template <int WIDTH> static constexpr __host__ __device__ int tile_exchanged() {
+    static_assert(WIDTH % 16 == 0, "rows of an odd number of chunks need no permutation");
+    return WIDTH % 64 == 0 ? 8 : WIDTH % 32 == 0 ? 4 : 2;
+}
+
 // Where chunk `chunk` of row `row` of a tile begins, in elements.
 template <int WIDTH> static __device__ __forceinline__ int tile_at(int row, int chunk) {
-    constexpr int CHUNKS = WIDTH / 8, EXCHANGED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
-    static_assert(CHUNKS % 2 == 0, "rows of an odd number of chunks need no permutation");
-    return (row * CHUNKS + (chunk ^ (row / (8 / EXCHANGED) % EXCHANGED))) * 8;
+    constexpr int EXCHANGED = tile_exchanged<WIDTH>();
+    return (row * (WIDTH / 8) + (chunk ^ (row / (8 / EXCHANGED) % EXCHANGED))) * 8;
+}
+
+// tile_at(row, chunk + more), given `at` = tile_at(row, chunk), for chunk 0 or 1 and a constant, even `more`: few
+// different values to keep in registers, and constants that are part of an instruction.
+template <int WIDTH> static __device__ __forceinline__ int tile_at_chunk(int at, int more) {
+    constexpr int EXCHANGED = tile_exchanged<WIDTH>();
+    return (at ^ (more % EXCHANGED * 8)) + more / EXCHANGED * EXCHANGED * 8;
 }
 
 // tile = ROWS rows of `from` (stride apart) starting at `first`; zeros from row T and from column HS on. Asynchronous
 // where rows are 16-byte aligned, else element by element.
 template <int WIDTH, int ROWS, int THREADS>
-static __device__ __forceinline__ void tile_load(__nv_bfloat16 *tile, const __nv_bfloat16 *from, size_t stride,
-                                                 int first, int T, int HS) {
-    constexpr int CHUNKS = WIDTH / 8;
-    for (int i = (int)threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
-        const int row = i / CHUNKS, chunk = i % CHUNKS, t = first + row;
-        __nv_bfloat16 *to = tile + tile_at<WIDTH>(row, chunk);
-        if (HS % 8 == 0) {
-            const bool inside = t < T && chunk * 8 < HS;
-            cp_async16(to, inside ? from + (size_t)t * stride + chunk * 8 : from, inside ? 16 : 0);
-        } else {
+static __device__ __forceinline__ void tile_load(__nv_bfloat16 *tile, const __nv_bfloat16 *from, int stride, int first,
+                                                 int T, int HS) {
+    constexpr int LANES = WIDTH <= 64 ? 8 : 16, STEP = THREADS / LANES; // threads to a row, rows at a time
+    static_assert(STEP % 8 == 0 && ROWS % STEP == 0, "a thread's rows are permuted alike");
+    const int row = (int)threadIdx.x / LANES, chunk = (int)threadIdx.x % LANES;
+    if (chunk * 8 >= WIDTH) return;
+    __nv_bfloat16 *to = tile + tile_at<WIDTH>(row, chunk);
+    const __nv_bfloat16 *source = from + (int64_t)(first + row) * stride + chunk * 8;
+    if (HS % 8 == 0) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r += STEP) {
+            const bool inside = first + row + r < T && chunk * 8 < HS;
+            cp_async16(to + r * WIDTH, inside ? source : from, inside ? 16 : 0);
+            source += (int64_t)STEP * stride;
+        }
+    } else {
+        for (int r = 0; r < ROWS; r += STEP) {
             for (int e = 0; e < 8; e++) {
-                const int column = chunk * 8 + e;
-                to[e] = t < T && column < HS ? load_one(from + (size_t)t * stride + column)
-                                             : from_float<__nv_bfloat16>(0.0f);
+                const bool inside = first + row + r < T && chunk * 8 + e < HS;
+                to[r * WIDTH + e] = inside ? load_one(source + e) : from_float<__nv_bfloat16>(0.0f);
             }
+            source += (int64_t)STEP * stride;
         }
     }
 }
@@ -112,22 +153,24 @@ static __device__ __forceinline__ void tile_load(__nv_bfloat16 *tile, const __nv
 // 4
 // * 2, element [i][n][half * 2 + e] stands at row i * 16 + half * 8 + group, column n * 8 + pair + e.
 
-// d += a b^T: rows `row` .. of tile a times rows 0 .. N * 8 of tile b, summed over columns.
+// d += a b^T: the first rows of a times the first rows of b, summed over columns. a and b are tiles, or begin at a row
+// of one that is a multiple of 8: the permutation repeats after 8 rows.
 template <int WIDTH, int M, int N>
-static __device__ __forceinline__ void multiply_by_rows(float (&d)[M][N][4], const __nv_bfloat16 *a, int row,
+static __device__ __forceinline__ void multiply_by_rows(float (&d)[M][N][4], const __nv_bfloat16 *a,
                                                         const __nv_bfloat16 *b) {
     static_assert(N % 2 == 0, "b comes in 16 rows at a time");
     const int lane = threadIdx.x % WARP;
+    const int left_at = tile_at<WIDTH>(lane % 16, lane / 16);
+    const int right_at = tile_at<WIDTH>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int k = 0; k < WIDTH / 16; k++) {
         uint32_t left[M][4];
 #pragma unroll
-        for (int i = 0; i < M; i++)
-            ldmatrix_x4(left[i], a + tile_at<WIDTH>(row + i * 16 + lane % 16, k * 2 + lane / 16));
+        for (int i = 0; i < M; i++) ldmatrix_x4(left[i], a + i * 16 * WIDTH + tile_at_chunk<WIDTH>(left_at, k * 2));
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             uint32_t right[4];
-            ldmatrix_x4(right, b + tile_at<WIDTH>(n * 8 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+            ldmatrix_x4(right, b + n * 8 * WIDTH + tile_at_chunk<WIDTH>(right_at, k * 2));
             const uint32_t even[2] = {right[0], right[1]}, odd[2] = {right[2], right[3]};
 #pragma unroll
             for (int i = 0; i < M; i++) {
@@ -145,12 +188,12 @@ static __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
     return bits;
 }
 
-// d += p b: p, rounded to bf16, times rows 0 .. N * 8 of tile b. Accumulators are laid out as the left operand's
+// d += p b: p, rounded to bf16, times the first rows of b. Accumulators are laid out as the left operand's
 // fragments are, two of 16 x 8 making one of 16 x 16, so p never leaves its registers.
 template <int WIDTH, int M, int N>
 static __device__ __forceinline__ void multiply(float (&d)[M][WIDTH / 8][4], const float (&p)[M][N][4],
                                                 const __nv_bfloat16 *b) {
-    const int lane = threadIdx.x % WARP;
+    const int lane = threadIdx.x % WARP, right_at = tile_at<WIDTH>(lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < N / 2; k++) {
         uint32_t left[M][4];
@@ -162,7 +205,7 @@ static __device__ __forceinline__ void multiply(float (&d)[M][WIDTH / 8][4], con
 #pragma unroll
         for (int n = 0; n < WIDTH / 8; n += 2) {
             uint32_t right[4];
-            ldmatrix_x4_transposed(right, b + tile_at<WIDTH>(k * 16 + lane % 16, n + lane / 16));
+            ldmatrix_x4_transposed(right, b + k * 16 * WIDTH + tile_at_chunk<WIDTH>(right_at, n));
             const uint32_t even[2] = {right[0], right[1]}, odd[2] = {right[2], right[3]};
 #pragma unroll
             for (int i = 0; i < M; i++) {
@@ -177,7 +220,7 @@ static __device__ __forceinline__ void multiply(float (&d)[M][WIDTH / 8][4], con
 // left alone. Goes through the warp's own rows, `row` .., of a tile that nobody needs any more, so that a row is
 // written 16 bytes at a time.
 template <int WIDTH, int M>
-static __device__ __forceinline__ void tile_store(__nv_bfloat16 *to, size_t stride, int first, int T, int HS,
+static __device__ __forceinline__ void tile_store(__nv_bfloat16 *to, int stride, int first, int T, int HS,
                                                   __nv_bfloat16 *tile, int row, const float (&d)[M][WIDTH / 8][4],
                                                   const float (&factor)[M][2]) {
     constexpr int CHUNKS = WIDTH / 8;
@@ -198,7 +241,7 @@ static __device__ __forceinline__ void tile_store(__nv_bfloat16 *to, size_t stri
         const int t = first + i / CHUNKS, chunk = i % CHUNKS;
         if (t >= T || chunk * 8 >= HS) continue;
         const __nv_bfloat16 *from = tile + tile_at<WIDTH>(row + i / CHUNKS, chunk);
-        __nv_bfloat16 *at = to + (size_t)t * stride + chunk * 8;
+        __nv_bfloat16 *at = to + (int64_t)t * stride + chunk * 8;
         if (HS % 8 == 0) {
             Pack<__nv_bfloat16, 8> values;
             memcpy(&values, from, sizeof values);

@@ -295,6 +295,11 @@ static inline CublasLtPlan *cublaslt_plan(CublasLt *self, const CublasLtProblem 
     cublasLtMatmulAlgo_t algorithms[CUBLASLT_CANDIDATES];
     plan->choice = cublaslt_candidates(self, plan, algorithms) > 0 ? 0 : CUBLASLT_APART;
     if (plan->choice == 0) plan->algorithm = algorithms[0];
+    if (plan->choice == CUBLASLT_APART && problem->epilogue == CUBLASLT_EPILOGUE_DEFAULT && error_identity()->rank == 0)
+        fprintf(stderr,
+                "train_gpt: note: cuBLASLt has no algorithm for the product of %lld rows, %d to %d channels (kind %d): "
+                "a slow kernel computes it\n",
+                (long long)problem->rows, problem->C, problem->OC, problem->kind);
     *is_new = true;
     return plan;
 }

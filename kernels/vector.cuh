@@ -60,11 +60,13 @@ static __device__ __forceinline__ void random_words(uint32_t (&words)[N], uint64
 // A pass over vectors is a struct of what it works on, with a function for N neighbouring elements, i and up:
 //   template <int N> __device__ void at(size_t i) const
 // A thread takes as many elements as 16 bytes of floatX hold; those that are left at the end are taken one by one. So
-// one launch covers any n, and any n fits a grid.
-enum { VECTOR_THREADS = 256, VECTOR_MOST_BLOCKS = 1 << 20 };
+// one launch covers any n, and any n fits a grid. Half a multiprocessor's threads at least are to be resident at once:
+// that many loads hide the latency of memory.
+enum { VECTOR_THREADS = 256, VECTOR_RESIDENT = 4, VECTOR_MOST_BLOCKS = 1 << 20 };
 
 template <int N, class Pass>
-static __global__ void __launch_bounds__(VECTOR_THREADS) vector_pass_kernel(const Pass pass, size_t n) {
+static __global__ void __launch_bounds__(VECTOR_THREADS, VECTOR_RESIDENT)
+    vector_pass_kernel(const Pass pass, size_t n) {
     const size_t stride = (size_t)gridDim.x * VECTOR_THREADS * N;
     for (size_t i = ((size_t)blockIdx.x * VECTOR_THREADS + threadIdx.x) * N; i < n; i += stride) {
         if (i + N <= n)

@@ -1,6 +1,6 @@
 // Fuzz target: configuration files, options.h and config.h. The input is a JSON file. What is accepted is written as a
 // complete configuration, which must read back as the same.
-#include "fuzz.h"
+#include "fuzz_json.h"
 #include "config.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
@@ -29,4 +29,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     free(text);
     free(text_again);
     return 0;
+}
+
+size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsigned seed) {
+    return fuzz_mutate_json(data, size, max_size, 0, seed);
 }

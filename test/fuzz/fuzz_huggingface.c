@@ -1,5 +1,6 @@
 // Fuzz target: Hugging Face directories, through weights.h. The input: two bytes, the length of config.json; that file;
 // the rest is model.safetensors, and, if the length is odd, its index too.
+#include "fuzz_json.h"
 #include "fuzz_weights.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
@@ -14,4 +15,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fuzz_file("shard.safetensors", data + 2 + length, rest - length);
     fuzz_weights(fuzz_folder, size);
     return 0;
+}
+
+size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsigned seed) {
+    return fuzz_mutate_json(data, size, max_size, 2, seed);
 }

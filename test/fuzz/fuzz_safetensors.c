@@ -1,5 +1,5 @@
 // Fuzz target: safetensors.h. The input is a file; what opens is read to its last element, and written again.
-#include "fuzz.h"
+#include "fuzz_json.h"
 #include "safetensors.h"
 
 enum { PIECE = 1000 };
@@ -70,4 +70,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     write_again(&st);
     safetensors_close(&st);
     return 0;
+}
+
+size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsigned seed) {
+    return fuzz_mutate_json(data, size, max_size, 8, seed);
 }

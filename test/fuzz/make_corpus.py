@@ -81,6 +81,7 @@ CORPUS = {
         "text": b"To be, or not to be, that is the question.\n",
     },
     "config": {
+        "long": b'{"data": {"train_data": "' + b"x" * 1023 + b'"}}',
         "preset": b'{"model": {"preset": "gpt2-124M", "n_layer": 3}, "run": {"steps": 1e1, "seed": 9007199254740991}}',
         "all": b'{"data": {"train_data": "a\\u00e4\\n\\"b"}, "parallel": {"shard_group": "node", "overlap": false},'
                b' "optimizer": {"epsilon": 1e-12, "beta2": 0.999}, "published": {"x": [1, {"y": null}]}}',

@@ -11,7 +11,7 @@ fuzz: $(FUZZ_TARGETS)
 $(FUZZ_TARGETS): build/fuzz/%: test/fuzz/%.c test/fuzz/rules.mk
 	@mkdir -p build/fuzz
 	clang -std=c11 -D_GNU_SOURCE -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -MMD -MP \
-	  -Wall -Wextra -Werror -Itest/fuzz -I. -o $@ $< -lcjson -lm
+	  -Wall -Wextra -Werror -Itest/fuzz -Icpu -I. -o $@ $< -lcjson -lm
 
 .PHONY: fuzz
 

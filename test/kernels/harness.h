@@ -4,20 +4,21 @@
 // buffers with fresh random inputs, call() makes the one call; the harness runs it on the CPU, and on the device once
 // for each order of threads and once again. Then:
 //  - every element that an operation must write is written: outputs hold NaN before;
-//  - nothing else is: guards of 256 bytes stand around every buffer, the workspace included, and inputs keep their
-//  bits;
+//  - nothing else is: guards of 256 bytes stand around every buffer and the workspace, and inputs keep their bits;
 //  - outputs agree with the CPU's: in the norm, and each element within a larger bound;
 //  - all runs on the device give the same bits;
 //  - kernels move as many bytes as they state, where the device counts them.
 //
 // Two bounds for a buffer, by its type. Relative norm: fp32 1e-5, bf16 1e-2, unless setup() asks for less; double
-// 1e-12. Element: |got - want| relative to |want| + the root mean square of want; an error in one element of a million
-// is invisible in the norm. An element of bf16 is off by up to 2^-8 where the CPU and the device round to opposite
-// sides, and sums of rounded products (attention) err more in single elements than in the norm: 4 times 2^-8, and 100
-// times the norm's bound in fp32.
+// 1e-12. Element, as an error in one of a million is invisible in the norm: |got - want| relative to |want| + the root
+// mean square of want, or of the 64 elements around it where that is larger (the first rows of attention). An element
+// of bf16 is off by up to 2^-8 where the CPU and the device round to opposite sides, and a sum of rounded products
+// (attention) errs more in single elements than in the norm: 4 times 2^-8, or 8 where setup() says so, and 100 times
+// the norm's bound in fp32.
 #ifndef HARNESS_H
 #define HARNESS_H
 
+#include <inttypes.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -40,13 +41,14 @@ typedef enum {
     F_DROPOUT,    // rate in percent
     F_ACCUMULATE, // 0, 1
     F_VARIANT,    // what else an operation can be asked for
+    F_SHIFT,      // elements from a 16-byte boundary to where buffers begin
     FACTORS
 } Factor;
 
-static const char *const factor_names[FACTORS] = {"B", "T", "C",       "OC",         "NH",     "HS",
-                                                  "V", "n", "dropout", "accumulate", "variant"};
+static const char *const factor_names[FACTORS] = {"B", "T", "C",       "OC",         "NH",      "HS",
+                                                  "V", "n", "dropout", "accumulate", "variant", "shift"};
 
-enum { MAX_LEVELS = 8, MAX_BUFFERS = 10, GUARD_BYTES = 256, GUARD = 0x5a };
+enum { MAX_LEVELS = 8, MAX_BUFFERS = 10, GUARD_BYTES = 256, GUARD = 0x5a, NEIGHBOURS = 64 };
 
 typedef struct {
     int count; // 0: the operation does not have this factor
@@ -67,6 +69,11 @@ typedef struct {
     unsigned char *initial, *expected, *got, *first; // host: what it holds before, after on the CPU, on the device
     unsigned char *on_cpu, *on_device;               // device memory, guards included
 } Buffer;
+
+// Bytes that kernels state: exactly so many, or up to `most` more.
+typedef struct {
+    uint64_t read, written, most_read, most_written;
+} Stated;
 
 struct Operation;
 
@@ -89,8 +96,7 @@ typedef struct Operation {
     void (*setup)(Case *c);
     // memory[i] is buffer i; NULL for what setup() did not make
     void (*call)(const OpsTable *table, void *ops, const Case *c, void *const *memory);
-    // Bytes that kernels state in their headers; NULL: not stated.
-    int (*traffic)(const Case *c, Traffic *traffic);
+    bool (*traffic)(const Case *c, Stated *stated); // false, or NULL: nothing is stated
     // About how many elements the operation works on: what it costs. INFINITY: there is no such case.
     double (*size)(const Case *c);
 } Operation;
@@ -254,25 +260,41 @@ __attribute__((format(printf, 2, 3))) static inline void failed(Failures *failur
     failures->count++;
 }
 
+// Of the guard before a buffer.
+static inline size_t guard_before(const Case *c, const Buffer *buffer) {
+    bool shifted = c->operation->levels[F_SHIFT].count > 0;
+    return GUARD_BYTES + (shifted ? (size_t)c->value[F_SHIFT] * type_bytes(buffer->type) : 0);
+}
+
+static inline size_t guarded_bytes(const Case *c, const Buffer *buffer) {
+    return guard_before(c, buffer) + buffer->bytes + GUARD_BYTES;
+}
+
 static inline void allocate_buffers(const OpsTable *table, Case *c, bool cpu) {
     for (int i = 0; i < c->n_buffers; i++) {
         Buffer *buffer = &c->buffers[i];
         if (buffer->name == NULL) continue;
-        unsigned char *memory = (unsigned char *)table->allocate(buffer->bytes + 2 * GUARD_BYTES);
+        unsigned char *memory = (unsigned char *)table->allocate(guarded_bytes(c, buffer));
         *(cpu ? &buffer->on_cpu : &buffer->on_device) = memory;
     }
 }
 
-static inline void forbid_guards(const OpsTable *table, const unsigned char *memory, size_t bytes, int on) {
-    table->forbid(memory, GUARD_BYTES, on);
-    table->forbid(memory + GUARD_BYTES + bytes, GUARD_BYTES, on);
+static inline void forbid_guards(const OpsTable *table, const Case *c, const Buffer *buffer,
+                                 const unsigned char *memory, int on) {
+    table->forbid(memory, guard_before(c, buffer), on);
+    table->forbid(memory + guard_before(c, buffer) + buffer->bytes, GUARD_BYTES, on);
 }
 
-// The CPU's operations, opened for this shape and all before: its workspace is large and takes long to allocate.
+// The CPU's operations, opened for this shape and all before: its workspace takes long to allocate. As it grows with
+// the square of C, C is that of the widest products: sums over so many channels of up to 512 rows of layer norms four
+// times as wide have room in it.
+enum { CPU_CHANNELS = 4200 };
+
 static inline void *cpu_ops(const OpsTable *cpu, const OpsShape *shape) {
     static void *ops = NULL;
     static OpsShape largest = {1, 1, 1, 1, 1, 1, 1};
-    const int wanted[] = {shape->B, shape->T, shape->C, shape->V, shape->Vp, shape->logit_rows};
+    const int C = shape->C < CPU_CHANNELS ? shape->C : CPU_CHANNELS;
+    const int wanted[] = {shape->B, shape->T, C, shape->V, shape->Vp, shape->logit_rows};
     int *const have[] = {&largest.B, &largest.T, &largest.C, &largest.V, &largest.Vp, &largest.logit_rows};
     bool fits = ops != NULL;
     for (int i = 0; i < 6; i++) {
@@ -285,24 +307,23 @@ static inline void *cpu_ops(const OpsTable *cpu, const OpsShape *shape) {
     return ops = cpu->open(&largest, 0); // with one head, the largest there is
 }
 
-// Runs the case once on a device. What every buffer holds then goes to `after`, where it is not NULL.
+// Runs the case once on a device. What every buffer holds then goes to `expected` or, on the device under test, `got`.
 static inline void run_once(const OpsTable *table, void *ops, Case *c, bool cpu, const char *run, Failures *failures) {
     void *memory[MAX_BUFFERS];
-    unsigned char *staging = NULL;
     size_t largest = 0;
     for (int i = 0; i < c->n_buffers; i++)
         if (c->buffers[i].bytes > largest) largest = c->buffers[i].bytes;
-    staging = (unsigned char *)checked_malloc(largest + 2 * GUARD_BYTES);
+    unsigned char *staging = (unsigned char *)checked_malloc(largest + 3 * GUARD_BYTES);
     for (int i = 0; i < c->n_buffers; i++) {
         Buffer *buffer = &c->buffers[i];
         memory[i] = NULL;
         if (buffer->name == NULL) continue;
         unsigned char *at = cpu ? buffer->on_cpu : buffer->on_device;
-        memset(staging, GUARD, buffer->bytes + 2 * GUARD_BYTES);
-        memcpy(staging + GUARD_BYTES, buffer->initial, buffer->bytes);
-        table->upload(at, staging, buffer->bytes + 2 * GUARD_BYTES);
-        forbid_guards(table, at, buffer->bytes, 1);
-        memory[i] = at + GUARD_BYTES;
+        memset(staging, GUARD, guarded_bytes(c, buffer));
+        memcpy(staging + guard_before(c, buffer), buffer->initial, buffer->bytes);
+        table->upload(at, staging, guarded_bytes(c, buffer));
+        forbid_guards(table, c, buffer, at, 1);
+        memory[i] = at + guard_before(c, buffer);
     }
     if (!cpu) table->poison_workspace(ops);
     table->synchronize();
@@ -314,16 +335,17 @@ static inline void run_once(const OpsTable *table, void *ops, Case *c, bool cpu,
         Buffer *buffer = &c->buffers[i];
         if (buffer->name == NULL) continue;
         const unsigned char *at = cpu ? buffer->on_cpu : buffer->on_device;
-        forbid_guards(table, at, buffer->bytes, 0);
-        table->download(staging, at, buffer->bytes + 2 * GUARD_BYTES);
-        for (size_t k = 0; k < GUARD_BYTES; k++) {
-            if (staging[k] != GUARD || staging[GUARD_BYTES + buffer->bytes + k] != GUARD) {
-                failed(failures, "%s: written %s %s", run, staging[k] != GUARD ? "before" : "after", buffer->name);
-                break;
-            }
+        forbid_guards(table, c, buffer, at, 0);
+        table->download(staging, at, guarded_bytes(c, buffer));
+        size_t before = guard_before(c, buffer);
+        for (size_t k = 0; k < guarded_bytes(c, buffer); k++) {
+            if (k == before) k += buffer->bytes;
+            if (staging[k] == GUARD) continue;
+            failed(failures, "%s: written %s %s", run, k < before ? "before" : "after", buffer->name);
+            break;
         }
         unsigned char *after = cpu ? buffer->expected : buffer->got;
-        memcpy(after, staging + GUARD_BYTES, buffer->bytes);
+        memcpy(after, staging + before, buffer->bytes);
         if (buffer->role == INPUT && memcmp(after, buffer->initial, buffer->bytes) != 0)
             failed(failures, "%s: input %s has been changed", run, buffer->name);
     }
@@ -348,14 +370,19 @@ static inline void compare(const Buffer *buffer, double *norm_error, double *ele
     }
     *norm_error = sqrt(difference) / (norm > 0.0 ? sqrt(norm) : 1.0);
     if (*not_finite > 0) return;
-    double typical = sqrt(norm / (double)buffer->n);
-    for (size_t i = 0; i < buffer->n; i++) {
-        double want = type_value(buffer->type, buffer->expected, i);
-        double error = fabs(type_value(buffer->type, buffer->got, i) - want);
-        error /= norm > 0.0 ? fabs(want) + typical : 1.0;
-        if (!(error <= *element_error)) {
-            *element_error = error;
-            *worst = i;
+    for (size_t first = 0; first < buffer->n; first += NEIGHBOURS) {
+        size_t end = first + NEIGHBOURS < buffer->n ? first + NEIGHBOURS : buffer->n;
+        double squares = 0.0;
+        for (size_t i = first; i < end; i++) squares += pow(type_value(buffer->type, buffer->expected, i), 2.0);
+        double typical = sqrt(fmax(squares / (double)(end - first), norm / (double)buffer->n));
+        for (size_t i = first; i < end; i++) {
+            double want = type_value(buffer->type, buffer->expected, i);
+            double error = fabs(type_value(buffer->type, buffer->got, i) - want);
+            if (typical > 0.0) error /= fabs(want) + typical;
+            if (!(error <= *element_error)) {
+                *element_error = error;
+                *worst = i;
+            }
         }
     }
 }
@@ -372,15 +399,17 @@ static inline size_t first_difference(const Buffer *buffer) {
 static inline void check_traffic(const OpsTable *table, const Case *c, Failures *failures, char *report, size_t room) {
     report[0] = '\0';
     if (table->traffic_read == NULL) return;
-    Traffic counted, stated = {0, 0, 0};
+    Traffic counted;
+    Stated stated = {0, 0, 0, 0};
     table->traffic_read(&counted);
-    snprintf(report, room, "  read %llu written %llu in %llu launches", (unsigned long long)counted.read,
-             (unsigned long long)counted.written, (unsigned long long)counted.launches);
+    snprintf(report, room, "  read %" PRIu64 " written %" PRIu64 " in %" PRIu64 " launches", counted.read,
+             counted.written, counted.launches);
     if (c->operation->traffic == NULL || !c->operation->traffic(c, &stated)) return;
-    if (counted.read != stated.read || counted.written != stated.written)
-        failed(failures, "reads %llu bytes, writes %llu; stated: %llu, %llu", (unsigned long long)counted.read,
-               (unsigned long long)counted.written, (unsigned long long)stated.read,
-               (unsigned long long)stated.written);
+    if (counted.read - stated.read > stated.most_read || counted.written - stated.written > stated.most_written)
+        failed(failures,
+               "reads %" PRIu64 " bytes, writes %" PRIu64 "; stated: %" PRIu64 " (+ %" PRIu64 "), %" PRIu64
+               " (+ %" PRIu64 ")",
+               counted.read, counted.written, stated.read, stated.most_read, stated.written, stated.most_written);
 }
 
 // Runs the case, prints its line, and returns whether it passed. `orders`: one run for each order of threads.

@@ -25,7 +25,7 @@ $(KERNELS)/device_$(1).o: test/kernels/ops_table.cu Makefile test/kernels/rules.
 	$$(COMPILE) $$(DEFINE_$(1)) $$(KERNEL_TEST_FLAGS) -DOPS_TABLE=device_table -c -o $$@ $$<
 
 $(KERNELS)/test_kernels_$(1): $(KERNELS)/device_$(1).o $(KERNELS)/cpu_$(1).o $(KERNELS)/main_$(1).o $(DEVICE_OBJECTS)
-	$$(LINK) -o $$@ $$^ $$(LIBRARIES) $$(CPU_LIBRARIES)
+	$$(LINK) -o $$@ $$^ $$(LIBRARIES) -ldnnl -lm
 endef
 $(foreach p,$(PRECISIONS),$(eval $(call kernel_test_rules,$(p))))
 

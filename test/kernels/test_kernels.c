@@ -1,12 +1,18 @@
 // test_kernels.c: every operation of the device under test against the CPU's, over shapes and options.
 //
-//   test_kernels [--set small|quick|full] [--case NAME]... [--seed N] [--runs N] [--list] [--against-itself]
+//   test_kernels [--set small|quick|full] [--largest SIZE] [--case NAME]... [--seed N] [--runs N] [--list]
+//                [--against-itself]
 //
-// --set: quick has every pair of levels of the factors of operations.h but pairs of two sizes; full has every
-// combination; small has every level of what is cheap: for sanitizers. --case: NAME is a case's name as printed,
-// or its beginning. --seed: of the inputs. --runs: runs of a case on the device, each with another order of threads.
-// --list: names only. --against-itself: the CPU's operations are the device under test: checks this program. Prints a
-// line for each case: its errors in the norm, bytes of global memory, time. Exit code 1 if any failed.
+//   --set      quick: every level of the factors of operations.h, and every pair of levels that is cheap to have, but
+//              pairs of two sizes; full: every combination; small: every level of what is cheap, for sanitizers
+//   --largest  no case of more elements, about
+//   --case     a case's name as printed, or how it begins
+//   --seed     of the inputs
+//   --runs     of a case on the device, each with another order of threads
+//   --list     names only
+//   --against-itself  the CPU's operations are the device under test: checks this program
+//
+// Prints a line for each case: its errors in the norm, bytes of global memory, time. Exit code 1 if any failed.
 #include "operations.h"
 
 // Factors that make a case large; quick leaves out the pairs of two of them.
@@ -16,11 +22,12 @@ static bool is_size(int factor) {
 
 typedef struct {
     const char *name;
-    double largest; // size of a case
-    enum { EACH_LEVEL, EACH_PAIR, ALL } cover;
+    double largest;      // size of a case
+    double largest_pair; // of a case that adds a pair of levels, but no level
+    bool all;
 } Set;
 
-static const Set sets[] = {{"small", 6e4, EACH_LEVEL}, {"quick", 6e7, EACH_PAIR}, {"full", 6e7, ALL}};
+static const Set sets[] = {{"small", 6e4, 0.0, false}, {"quick", 8e6, 5e5, false}, {"full", 6e7, 6e7, true}};
 
 enum { MAX_CASES = 20000, MAX_RUNS = 64, PLACES = FACTORS * MAX_LEVELS };
 
@@ -64,13 +71,12 @@ typedef struct {
 } Gain;
 
 // With `mark` they are covered from here on.
-static Gain gain(bool (*covered)[PLACES], const unsigned char *level, const Operation *operation, bool size_pairs,
-                 bool mark) {
+static Gain gain(bool (*covered)[PLACES], const unsigned char *level, const Operation *operation, bool mark) {
     Gain result = {0, 0};
     for (int f = 0; f < FACTORS; f++)
         for (int g = f; g < FACTORS; g++) {
             if (operation->levels[f].count == 0 || operation->levels[g].count == 0) continue;
-            if (f != g && !size_pairs && is_size(f) && is_size(g)) continue;
+            if (f != g && is_size(f) && is_size(g)) continue;
             bool *place = &covered[f * MAX_LEVELS + level[f]][g * MAX_LEVELS + level[g]];
             *(f == g ? &result.levels : &result.pairs) += !*place;
             if (mark) *place = true;
@@ -79,15 +85,15 @@ static Gain gain(bool (*covered)[PLACES], const unsigned char *level, const Oper
 }
 
 // Greedily: the combination that covers most, of those the cheapest.
-static void choose(Combinations *all, const Operation *operation, bool every_pair) {
+static void choose(Combinations *all, const Operation *operation, double largest_pair) {
     static bool covered[PLACES][PLACES];
     memset(covered, 0, sizeof covered);
     for (;;) {
         int best = -1;
         Gain most = {0, 0};
         for (int i = 0; i < all->count; i++) {
-            Gain g = gain(covered, all->level[i], operation, !every_pair, false);
-            if (g.levels == 0 && !(every_pair && g.pairs > 0)) continue;
+            Gain g = gain(covered, all->level[i], operation, false);
+            if (g.levels == 0 && (g.pairs == 0 || all->size[i] > largest_pair)) continue;
             if (best >= 0) {
                 int order = g.levels != most.levels ? g.levels - most.levels : g.pairs - most.pairs;
                 if (order < 0 || (order == 0 && all->size[i] >= all->size[best])) continue;
@@ -96,7 +102,7 @@ static void choose(Combinations *all, const Operation *operation, bool every_pai
             most = g;
         }
         if (best < 0) return;
-        gain(covered, all->level[best], operation, !every_pair, true);
+        gain(covered, all->level[best], operation, true);
         all->chosen[best] = true;
     }
 }
@@ -105,6 +111,7 @@ typedef struct {
     const Set *set;
     const char *wanted[64];
     int n_wanted, runs;
+    double largest;
     uint64_t seed;
     bool list, against_itself;
 } Arguments;
@@ -120,6 +127,7 @@ static Arguments parse(int argc, char **argv) {
     a.set = &sets[1];
     a.runs = 4;
     a.seed = 1337;
+    a.largest = INFINITY;
     for (int i = 1; i < argc; i++) {
         const char *flag = argv[i];
         if (strcmp(flag, "--list") == 0) {
@@ -139,6 +147,8 @@ static Arguments parse(int argc, char **argv) {
             a.wanted[a.n_wanted++] = argv[++i];
         } else if (strcmp(flag, "--seed") == 0) {
             a.seed = strtoull(argv[++i], NULL, 10);
+        } else if (strcmp(flag, "--largest") == 0) {
+            a.largest = atof(argv[++i]);
         } else if (strcmp(flag, "--runs") == 0) {
             a.runs = atoi(argv[++i]);
         } else {
@@ -179,12 +189,12 @@ int main(int argc, char **argv) {
     double start = seconds_now();
     int passed = 0, failures = 0;
     for (int o = 0; o < OPERATIONS; o++) {
-        combine(&all, &operations[o], a.set->largest);
-        if (a.set->cover != ALL) choose(&all, &operations[o], a.set->cover == EACH_PAIR);
+        combine(&all, &operations[o], fmin(a.set->largest, a.largest));
+        if (!a.set->all) choose(&all, &operations[o], a.set->largest_pair);
         for (int i = 0; i < all.count; i++) {
             static Case c;
             case_from(&c, &operations[o], all.level[i]);
-            if (!(a.set->cover == ALL || all.chosen[i]) || !is_wanted(&a, case_name(&c))) continue;
+            if (!(a.set->all || all.chosen[i]) || !is_wanted(&a, case_name(&c))) continue;
             if (a.list) {
                 printf("%s\n", case_name(&c));
                 continue;

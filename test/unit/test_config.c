@@ -299,6 +299,24 @@ static void test_sharding(void **state) {
     refused(4, NULL, FLAGS(DATA, "--strategy", "zero3", "--shard-group", "-1"), "--shard-group|-1|out of range");
 }
 
+// Which steps a profiler records: on the CPU refused by name, once they make sense.
+static void test_profile_steps(void **state) {
+    (void)state;
+    static const char *const bad[] = {"3",    "3:",    ":3",  "0:3",  "5:3",  "-1:3",
+                                      "1:-3", "1:3:5", "a:b", "1 :3", "1:11", "1:99999999999999999999",
+                                      ":",    "+1:2"};
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        char parts[128];
+        snprintf(parts, sizeof parts, "--profile-steps (|\"%s\" is not A:B|1 <= A <= B <= steps 10", bad[i]);
+        refused(1, NULL, FLAGS(DATA, "--steps", "10", "--profile-steps", bad[i]), parts);
+    }
+    refused(1, NULL, FLAGS(DATA, "--steps", "10", "--profile-steps", "3:10"),
+            "--profile-steps (|3:10|not built for GPUs");
+    refused(1, "{\"run\": {\"profile_steps\": \"1:1\"}}", FLAGS(DATA), "run.profile_steps: 1:1|not built for GPUs");
+    accepted(1, NULL, FLAGS(DATA, "--profile-steps", ""));
+    assert_true(config.profile_first == 0 && config.profile_last == 0);
+}
+
 static void test_not_built(void **state) {
     (void)state;
     refused(1, NULL, FLAGS(DATA, "--strategy", "tp"), "--strategy: tp is not built yet|ddp");
@@ -449,13 +467,13 @@ static int tear_down(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_defaults),        cmocka_unit_test(test_presets),
-        cmocka_unit_test(test_precedence),      cmocka_unit_test(test_bad_values_in_files),
-        cmocka_unit_test(test_bad_files),       cmocka_unit_test(test_bad_flags),
-        cmocka_unit_test(test_cross_checks),    cmocka_unit_test(test_sharding),
-        cmocka_unit_test(test_not_built),       cmocka_unit_test(test_round_trip),
-        cmocka_unit_test(test_keys_are_unique), cmocka_unit_test(test_help),
-        cmocka_unit_test(test_learning_rate),
+        cmocka_unit_test(test_defaults),      cmocka_unit_test(test_presets),
+        cmocka_unit_test(test_precedence),    cmocka_unit_test(test_bad_values_in_files),
+        cmocka_unit_test(test_bad_files),     cmocka_unit_test(test_bad_flags),
+        cmocka_unit_test(test_cross_checks),  cmocka_unit_test(test_sharding),
+        cmocka_unit_test(test_profile_steps), cmocka_unit_test(test_not_built),
+        cmocka_unit_test(test_round_trip),    cmocka_unit_test(test_keys_are_unique),
+        cmocka_unit_test(test_help),          cmocka_unit_test(test_learning_rate),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

@@ -428,6 +428,8 @@ static void test_malformed_huggingface(void **state) {
          "has tensor lm_tail.weight, which a GPT-2 of n_layer 2 does not have"},
         {"buffers", "model.safetensors", "h.0.attn.bias", "h.0.attn.beas", "has tensor h.0.attn.beas, which a GPT-2"},
         {"buffers", "model.safetensors", "\"wte.weight", "\"xte.weight", "tensor wte.weight is missing"},
+        {"sharded", "model.safetensors.index.json", "\"model-00001", "\"sub/model-00001",
+         "\"sub/model-00001-of-00003.safetensors\" is not the name of a file in this directory"},
         {"sharded", "model.safetensors.index.json", "\"weight_map\"", "\"weight_mop\"", "has no weight_map"},
         {"sharded", "model.safetensors.index.json", "\"model-00001", "\"../bad/model-00001",
          "is not the name of a file in this directory"},
