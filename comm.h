@@ -446,15 +446,18 @@ static inline const void *comm_gather(Comm *comm, const void *mine, size_t bytes
     return answers;
 }
 
-// Gives every rank what `root` has in `data`: host memory, at most as much as an Error. Waits for it.
+// Gives every rank what `root` has in `data`: host memory, a piece after the other. Waits for it.
 static inline void comm_broadcast(Comm *comm, int root, void *data, size_t bytes) {
-    if (bytes > sizeof(Error)) die("a broadcast of %zu bytes is too long", bytes);
-    memcpy(comm->staging, data, bytes);
-    cuda_check(cudaMemcpyAsync(comm->message, comm->staging, bytes, cudaMemcpyHostToDevice, comm->stream));
-    nccl_check(ncclBroadcast(comm->message, comm->message, bytes, ncclUint8, root, comm->world.nccl, comm->stream));
-    cuda_check(cudaMemcpyAsync(comm->staging, comm->message, bytes, cudaMemcpyDeviceToHost, comm->stream));
-    comm_wait(comm, comm->stream, "a broadcast");
-    memcpy(data, comm->staging, bytes);
+    for (size_t done = 0; done < bytes; done += sizeof(Error)) {
+        const size_t piece = bytes - done < sizeof(Error) ? bytes - done : sizeof(Error);
+        char *at = (char *)data + done;
+        memcpy(comm->staging, at, piece);
+        cuda_check(cudaMemcpyAsync(comm->message, comm->staging, piece, cudaMemcpyHostToDevice, comm->stream));
+        nccl_check(ncclBroadcast(comm->message, comm->message, piece, ncclUint8, root, comm->world.nccl, comm->stream));
+        cuda_check(cudaMemcpyAsync(comm->staging, comm->message, piece, cudaMemcpyDeviceToHost, comm->stream));
+        comm_wait(comm, comm->stream, "a broadcast");
+        memcpy(at, comm->staging, piece);
+    }
 }
 
 // All ranks learn whether any of them found bad input. If so, all get the message of the lowest such rank, and false.

@@ -67,6 +67,7 @@ typedef struct {
 
 // The device's context: the compute stream, the workspace, handles of its libraries. Defined by ops_device.h.
 typedef struct Ops Ops;
+typedef struct OpsChoices OpsChoices;
 
 // Dropout of one tensor: element i of the buffer at hand is element first + i of the tensor as it stands in the global
 // batch, so that a mask depends neither on ranks nor on micro-batches. rate 0: no dropout, nothing is drawn.
@@ -88,6 +89,13 @@ typedef struct {
 // that allocation is counted, and the context cannot compute.
 OP void ops_init(Ops *ops, Memory *memory, const OpsShape *shape, const OpsOptions *options, cudaStream_t stream);
 OP void ops_free(Ops *ops);
+
+// With options.matmul_tune: chooses the algorithm of every product of the model by timing, and how it was chosen can be
+// carried from one rank to the others, so that all compute alike (OpsChoices: bytes, defined by ops_device.h).
+// Otherwise nothing. Call it after ops_init(), before anything else is allocated.
+OP void ops_tune(Ops *ops);
+OP void ops_choices_get(const Ops *ops, OpsChoices *choices);
+OP void ops_choices_set(Ops *ops, const OpsChoices *choices);
 
 // out[b,t,:] = dropout(wte[tokens[b,t] - first,:] + wpe[t,:]), 0 where this rank does not hold the token: the sum over
 // tensor ranks is the whole.   out (B, T, C), tokens (B, T), wte (>= count, C), wpe (>= T, C)

@@ -79,6 +79,18 @@ static inline ModelShape trainer_shape(const Config *config) {
     return shape;
 }
 
+// Every rank chooses among algorithms by timing, which warms all of them up alike; rank 0's choices count.
+static inline void trainer_tune(Trainer *trainer, const Config *config) {
+    if (!config->matmul_tune) return;
+    ops_tune(&trainer->ops);
+    if (trainer->comm.planning) return;
+    OpsChoices *choices = (OpsChoices *)table_alloc(1, sizeof(OpsChoices));
+    ops_choices_get(&trainer->ops, choices);
+    comm_broadcast(&trainer->comm, 0, choices, sizeof *choices);
+    ops_choices_set(&trainer->ops, choices);
+    free(choices);
+}
+
 // Builds one rank's part of a run, or counts what it takes. The trainer must not be moved afterwards.
 static inline void trainer_build(Trainer *trainer, const Config *config, int rank, bool planning, cudaStream_t compute,
                                  cudaStream_t communication) {
@@ -104,6 +116,7 @@ static inline void trainer_build(Trainer *trainer, const Config *config, int ran
         B, T, shape.n_embd, shape.n_head, shape.vocab_size, trainer->tensor.vocab_rows, gpt_logit_rows(B, T, chunks)};
     const OpsOptions choices = {config->tf32, config->matmul_tune};
     ops_init(&trainer->ops, &trainer->memory, &largest, &choices, compute);
+    trainer_tune(trainer, config);
     const ZeroOptions sharding = {(int)config->prefetch, config->reshard_after_forward, config->overlap,
                                   config->master_weights, trainer->tensor.sequence};
     zero_init(&trainer->zero, &trainer->memory, &trainer->layout, strategy, &sharding, &trainer->comm, &trainer->ops,

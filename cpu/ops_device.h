@@ -25,6 +25,11 @@ struct Ops {
     OneDnn onednn;
 };
 
+// There is nothing to choose.
+struct OpsChoices {
+    char none;
+};
+
 #include "adamw.h"
 #include "attention.h"
 #include "classifier.h"
@@ -65,6 +70,18 @@ OP void ops_init(Ops *ops, Memory *memory, const OpsShape *shape, const OpsOptio
 OP void ops_free(Ops *ops) {
     if (!ops->memory->planning) onednn_close(&ops->onednn);
     memory_free(ops->memory, MEMORY_WORKSPACE, ops->workspace, ops->workspace_bytes);
+}
+
+OP void ops_tune(Ops *ops) {
+    (void)ops;
+}
+OP void ops_choices_get(const Ops *ops, OpsChoices *choices) {
+    (void)ops;
+    choices->none = 0;
+}
+OP void ops_choices_set(Ops *ops, const OpsChoices *choices) {
+    (void)ops;
+    (void)choices;
 }
 
 #endif

@@ -92,8 +92,9 @@ static __device__ __forceinline__ void draw_mask(uint32_t *bits, const DropoutMa
     constexpr int WORDS = KEYS / 32;
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < ROWS * WORDS; i += THREADS) {
-        const uint64_t row = (uint64_t)head * (uint64_t)shape.T + (uint64_t)(first_query + i / WORDS);
-        bits[i] = dropout_bits(mask, row * (uint64_t)shape.T + (uint64_t)(first_key + i % WORDS * 32));
+        const uint64_t row = (uint64_t)(head % shape.NH) * (uint64_t)shape.T + (uint64_t)(first_query + i / WORDS);
+        const uint64_t sequence = (uint64_t)(head / shape.NH) * mask.sequence_stride;
+        bits[i] = dropout_bits(mask, sequence + row * (uint64_t)shape.T + (uint64_t)(first_key + i % WORDS * 32));
     }
 }
 

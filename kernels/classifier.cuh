@@ -8,6 +8,7 @@
 //   with want_gradient  reads 2 U s + s + 4, writes Vp s + 4
 //   without             reads U s + s + 4, writes 4
 //   target -1           reads 4, writes 4, and Vp s with want_gradient
+// Of columns that are sliced over ranks: statistics read U s, the second half reads and writes Vp s.
 #ifndef CLASSIFIER_CUH
 #define CLASSIFIER_CUH
 
@@ -87,17 +88,121 @@ static __global__ void __launch_bounds__(CLASSIFIER_MOST_THREADS)
     }
 }
 
+static inline int classifier_threads(int columns, int N) {
+    const size_t warps = divide_up((size_t)columns, (size_t)WARP * (size_t)N);
+    return warps * WARP < CLASSIFIER_MOST_THREADS ? (int)warps * WARP : CLASSIFIER_MOST_THREADS;
+}
+
 OP void classifier(Ops *ops, floatX *logits, float *losses, const int *targets, size_t rows, int V, int Vp, float scale,
                    int want_gradient) {
     constexpr int N = pack<floatX>();
     const bool packed = Vp % N == 0;
-    const size_t warps = divide_up((size_t)V, (size_t)WARP * (packed ? N : 1));
-    const int threads = warps * WARP < CLASSIFIER_MOST_THREADS ? (int)warps * WARP : CLASSIFIER_MOST_THREADS;
-    cudaLaunchConfig_t config = launch_config(rows, threads, 0, ops->stream);
+    cudaLaunchConfig_t config = launch_config(rows, classifier_threads(V, packed ? N : 1), 0, ops->stream);
     if (packed)
         launch(config, classifier_kernel<N>, logits, losses, targets, V, Vp, scale, want_gradient);
     else
         launch(config, classifier_kernel<1>, logits, losses, targets, V, Vp, scale, want_gradient);
+}
+
+// ---------------------------------------------------------------------------------------------------- sliced columns
+
+// The largest logit of a row's first V columns, and the sum of exp(x - largest), in every thread; -FLT_MAX and 0 where
+// V is 0. parts: shared memory, an element per warp.
+template <int N>
+static __device__ __forceinline__ void classifier_row_statistics(float *largest, float *sum, const floatX *x, int V,
+                                                                 float *parts) {
+    float most = -FLT_MAX, total = 0.0f;
+    for (int i = (int)threadIdx.x * N; i < V; i += (int)blockDim.x * N) {
+        float values[N];
+        load_floats<N>(values, x + i);
+        float now = most;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            if (i + j >= V) values[j] = -INFINITY; // padding in the last pack
+            now = fmaxf(now, values[j]);
+        }
+        if (now > most) total *= softmax_exp(most - now);
+        most = now;
+#pragma unroll
+        for (int j = 0; j < N; j++) total += softmax_exp(values[j] - most);
+    }
+    *largest = block_max(most, parts);
+    *sum = block_sum(total * softmax_exp(most - *largest), parts);
+}
+
+template <int N>
+static __global__ void __launch_bounds__(CLASSIFIER_MOST_THREADS)
+    classifier_statistics_kernel(float *statistics, const floatX *logits, const int *targets, int Vp,
+                                 Vocabulary vocabulary) {
+    __shared__ float parts[WARP];
+    const size_t row = blockIdx.x;
+    const floatX *x = logits + row * (size_t)Vp;
+    float largest, sum;
+    classifier_row_statistics<N>(&largest, &sum, x, vocabulary.count, parts);
+    if (threadIdx.x > 0) return;
+    const int target = load_one(targets + row);
+    const int local = target - vocabulary.first;
+    const bool here = target >= 0 && local >= 0 && local < vocabulary.count;
+    store_one(statistics + 3 * row, largest);
+    store_one(statistics + 3 * row + 1, sum);
+    store_one(statistics + 3 * row + 2, here ? to_float(load_one(x + local)) : 0.0f);
+}
+
+template <int N>
+static __global__ void __launch_bounds__(CLASSIFIER_MOST_THREADS)
+    classifier_sliced_kernel(floatX *logits, float *losses, const int *targets, const float *all, int ranks,
+                             size_t rows, int Vp, Vocabulary vocabulary, float scale, int want_gradient) {
+    const size_t row = blockIdx.x;
+    floatX *x = logits + row * (size_t)Vp;
+    const int target = load_one(targets + row), local = target - vocabulary.first;
+    float largest = -FLT_MAX, sum = 0.0f, target_logit = 0.0f;
+    for (int r = 0; r < ranks; r++) { // few numbers, the same for all threads
+        const float *theirs = all + ((size_t)r * rows + row) * 3;
+        largest = fmaxf(largest, load_one(theirs));
+        target_logit += load_one(theirs + 2);
+    }
+    for (int r = 0; r < ranks; r++) {
+        const float *theirs = all + ((size_t)r * rows + row) * 3;
+        sum += load_one(theirs + 1) * softmax_exp(load_one(theirs) - largest);
+    }
+    if (threadIdx.x == 0) store_one(losses + row, target == -1 ? 0.0f : logf(sum) + largest - target_logit);
+    if (!want_gradient) return;
+    const float factor = target == -1 ? 0.0f : scale / sum;
+    for (int i = (int)threadIdx.x * N; i < Vp; i += (int)blockDim.x * N) {
+        float values[N];
+        load_floats<N, Cache::stream>(values, x + i);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const bool counts = i + j < vocabulary.count && target != -1;
+            values[j] = counts ? softmax_exp(values[j] - largest) * factor : 0.0f;
+            if (counts && i + j == local) values[j] -= scale;
+        }
+        store_floats<N>(x + i, values);
+    }
+}
+
+OP void classifier_statistics(Ops *ops, float *statistics, const floatX *logits, const int *targets, size_t rows,
+                              int Vp, Vocabulary vocabulary) {
+    constexpr int N = pack<floatX>();
+    const bool packed = Vp % N == 0;
+    cudaLaunchConfig_t config = launch_config(rows, classifier_threads(Vp, packed ? N : 1), 0, ops->stream);
+    if (packed)
+        launch(config, classifier_statistics_kernel<N>, statistics, logits, targets, Vp, vocabulary);
+    else
+        launch(config, classifier_statistics_kernel<1>, statistics, logits, targets, Vp, vocabulary);
+}
+
+OP void classifier_sliced(Ops *ops, floatX *logits, float *losses, const int *targets, const float *all, int ranks,
+                          size_t rows, int Vp, Vocabulary vocabulary, float scale, int want_gradient) {
+    constexpr int N = pack<floatX>();
+    const bool packed = Vp % N == 0;
+    cudaLaunchConfig_t config = launch_config(rows, classifier_threads(Vp, packed ? N : 1), 0, ops->stream);
+    if (packed)
+        launch(config, classifier_sliced_kernel<N>, logits, losses, targets, all, ranks, rows, Vp, vocabulary, scale,
+               want_gradient);
+    else
+        launch(config, classifier_sliced_kernel<1>, logits, losses, targets, all, ranks, rows, Vp, vocabulary, scale,
+               want_gradient);
 }
 
 #endif

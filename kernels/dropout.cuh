@@ -12,7 +12,7 @@
 
 // A Dropout (ops.h) as kernels use it. An element is kept where its random word is at least `threshold`.
 typedef struct {
-    uint64_t key, first;
+    uint64_t key, first, sequence_stride;
     uint32_t threshold; // ceil(rate * 2^32): the comparison of ops.h in integers; 0 where nothing is dropped
     float scale;        // 1 / (1 - rate)
 } DropoutMask;
@@ -21,6 +21,7 @@ static inline DropoutMask dropout_mask(const Dropout *dropout) {
     DropoutMask mask;
     mask.key = dropout->key;
     mask.first = dropout->first;
+    mask.sequence_stride = dropout->sequence_stride;
     mask.threshold = (uint32_t)ceil((double)dropout->rate * 4294967296.0);
     mask.scale = 1.0f / (1.0f - dropout->rate);
     return mask;

@@ -28,12 +28,18 @@ static inline bool channels_packed(int C) {
 template <int N>
 static __global__ void __launch_bounds__(EMBEDDING_WARPS *WARP)
     embedding_forward_kernel(floatX *out, const int *tokens, const floatX *wte, const floatX *wpe, size_t rows,
-                             size_t T, size_t C, DropoutMask mask) {
+                             size_t T, size_t C, Vocabulary vocabulary, DropoutMask mask) {
     const int lane = threadIdx.x % WARP;
     const size_t row = (size_t)blockIdx.x * EMBEDDING_WARPS + threadIdx.x / WARP;
     if (row >= rows) return; // a whole warp, and no barrier follows
     const int token = __shfl_sync(ALL_LANES, lane == 0 ? load_one(tokens + row) : 0, 0);
-    const floatX *x = wte + (size_t)token * C, *y = wpe + row % T * C;
+    const uint32_t local = (uint32_t)(token - vocabulary.first); // below first: huge
+    const floatX *x = wte + (size_t)local * C, *y = wpe + row % T * C;
+    if (local >= (uint32_t)vocabulary.count) {
+        const float zeros[N] = {0};
+        for (size_t i = (size_t)lane * N; i < C; i += WARP * N) store_floats<N>(out + row * C + i, zeros);
+        return;
+    }
 #pragma unroll 4
     for (size_t i = (size_t)lane * N; i < C; i += WARP * N) {
         float sum[N], position[N], factors[N];
@@ -47,15 +53,16 @@ static __global__ void __launch_bounds__(EMBEDDING_WARPS *WARP)
 }
 
 OP void embedding_forward(Ops *ops, floatX *out, const int *tokens, const floatX *wte, const floatX *wpe, int B, int T,
-                          int C, Dropout dropout) {
+                          int C, Vocabulary vocabulary, Dropout dropout) {
     const size_t rows = (size_t)B * (size_t)T;
     const DropoutMask mask = dropout_mask(&dropout);
     cudaLaunchConfig_t config = launch_config(divide_up(rows, EMBEDDING_WARPS), EMBEDDING_WARPS * WARP, 0, ops->stream);
     if (channels_packed(C))
         launch(config, embedding_forward_kernel<pack<floatX>()>, out, tokens, wte, wpe, rows, (size_t)T, (size_t)C,
-               mask);
+               vocabulary, mask);
     else
-        launch(config, embedding_forward_kernel<1>, out, tokens, wte, wpe, rows, (size_t)T, (size_t)C, mask);
+        launch(config, embedding_forward_kernel<1>, out, tokens, wte, wpe, rows, (size_t)T, (size_t)C, vocabulary,
+               mask);
 }
 
 // A warp sums 32 N channels (blockIdx.y) of one position over the batch.
@@ -111,9 +118,9 @@ struct SortedRows {
     uint32_t *tokens, *rows;
 };
 
-static inline int sort_passes(int Vp) {
+static inline int sort_passes(int V) {
     int passes = 1;
-    while (passes < 4 && ((uint32_t)Vp - 1) >> (SORT_BITS * passes) != 0) passes++;
+    while (passes < 4 && ((uint32_t)V - 1) >> (SORT_BITS * passes) != 0) passes++;
     return passes;
 }
 
@@ -254,8 +261,13 @@ static inline size_t wte_backward_workspace(const OpsShape *shape) {
     return wte_workspace(NULL, (size_t)shape->B * (size_t)shape->T, (size_t)shape->C).bytes;
 }
 
-// to += sum, rounded once
-template <int N> static __device__ __forceinline__ void add_to_gradient(gradX *to, const float (&sum)[N]) {
+// The token's row of dwte += sum, rounded once, if this rank holds it. channel: of the row's C.
+template <int N>
+static __device__ __forceinline__ void add_to_gradient(gradX *dwte, uint32_t token, Vocabulary vocabulary, size_t C,
+                                                       size_t channel, const float (&sum)[N]) {
+    const uint32_t local = token - (uint32_t)vocabulary.first; // below first: huge
+    if (local >= (uint32_t)vocabulary.count) return;
+    gradX *to = dwte + (size_t)local * C + channel;
     float total[N];
     load_floats<N>(total, to);
 #pragma unroll
@@ -265,7 +277,8 @@ template <int N> static __device__ __forceinline__ void add_to_gradient(gradX *t
 
 template <int N>
 static __global__ void __launch_bounds__(EMBEDDING_WARPS *WARP)
-    wte_backward_kernel(gradX *dwte, float *partial, const floatX *dout, SortedRows sorted, size_t rows, size_t C) {
+    wte_backward_kernel(gradX *dwte, float *partial, const floatX *dout, SortedRows sorted, size_t rows, size_t C,
+                        Vocabulary vocabulary) {
     const int lane = threadIdx.x % WARP;
     const size_t chunk = (size_t)blockIdx.x * EMBEDDING_WARPS + threadIdx.x / WARP;
     const size_t first = chunk * WTE_CHUNK, channel = ((size_t)blockIdx.y * WARP + lane) * N;
@@ -301,7 +314,7 @@ static __global__ void __launch_bounds__(EMBEDDING_WARPS *WARP)
                 if (continues || open >> (ahead + k) & 1)
                     store_floats<N>(partial + (chunk * 2 + (continues ? 0 : 1)) * C + channel, sum);
                 else
-                    add_to_gradient<N>(dwte + (size_t)v * C + channel, sum);
+                    add_to_gradient<N>(dwte, v, vocabulary, C, channel, sum);
 #pragma unroll
                 for (int j = 0; j < N; j++) sum[j] = 0.0f;
                 continues = false;
@@ -314,7 +327,8 @@ static __global__ void __launch_bounds__(EMBEDDING_WARPS *WARP)
 // chunk that it reaches.
 template <int N>
 static __global__ void __launch_bounds__(EMBEDDING_WARPS *WARP)
-    wte_backward_finish_kernel(gradX *dwte, const float *partial, const uint32_t *tokens, size_t rows, size_t C) {
+    wte_backward_finish_kernel(gradX *dwte, const float *partial, const uint32_t *tokens, size_t rows, size_t C,
+                               Vocabulary vocabulary) {
     const int lane = threadIdx.x % WARP;
     const size_t chunk = (size_t)blockIdx.x * EMBEDDING_WARPS + threadIdx.x / WARP;
     const size_t first = chunk * WTE_CHUNK, next = first + WTE_CHUNK;
@@ -339,26 +353,27 @@ static __global__ void __launch_bounds__(EMBEDDING_WARPS *WARP)
 #pragma unroll
         for (int j = 0; j < N; j++) sum[j] += part[j];
     }
-    add_to_gradient<N>(dwte + (size_t)token * C + channel, sum);
+    add_to_gradient<N>(dwte, token, vocabulary, C, channel, sum);
 }
 
 template <int N>
 static inline void wte_backward_sum(Ops *ops, gradX *dwte, const floatX *dout, const WteWorkspace *space,
-                                    SortedRows sorted, size_t rows, size_t C) {
+                                    SortedRows sorted, size_t rows, size_t C, Vocabulary vocabulary) {
     const size_t chunks = divide_up(rows, WTE_CHUNK);
     cudaLaunchConfig_t config =
         launch_config(divide_up(chunks, EMBEDDING_WARPS), EMBEDDING_WARPS * WARP, 0, ops->stream);
     config.gridDim.y = channel_tiles(C, N);
-    launch(config, wte_backward_kernel<N>, dwte, space->partial, dout, sorted, rows, C);
-    launch(config, wte_backward_finish_kernel<N>, dwte, space->partial, sorted.tokens, rows, C);
+    launch(config, wte_backward_kernel<N>, dwte, space->partial, dout, sorted, rows, C, vocabulary);
+    launch(config, wte_backward_finish_kernel<N>, dwte, space->partial, sorted.tokens, rows, C, vocabulary);
 }
 
-OP void wte_backward(Ops *ops, gradX *dwte, const floatX *dout, const int *tokens, int B, int T, int C) {
+OP void wte_backward(Ops *ops, gradX *dwte, const floatX *dout, const int *tokens, int B, int T, int C,
+                     Vocabulary vocabulary) {
     const size_t rows = (size_t)B * (size_t)T;
     const WteWorkspace space = wte_workspace(ops->workspace, rows, (size_t)C);
     SortedRows sorted = {(uint32_t *)tokens, NULL};
     cudaLaunchConfig_t config = launch_config(divide_up(rows, SORT_TILE), SORT_THREADS, 0, ops->stream);
-    for (int pass = 0; pass < sort_passes(ops->shape.Vp); pass++) {
+    for (int pass = 0; pass < sort_passes(ops->shape.V); pass++) {
         const int shift = pass * SORT_BITS;
         launch(config, sort_count_kernel, space.histogram, sorted.tokens, rows, shift);
         launch(config, sort_move_kernel, space.lists[pass % 2], sorted.tokens, sorted.rows, space.histogram, rows,
@@ -366,9 +381,9 @@ OP void wte_backward(Ops *ops, gradX *dwte, const floatX *dout, const int *token
         sorted = space.lists[pass % 2];
     }
     if (channels_packed(C))
-        wte_backward_sum<pack<floatX>()>(ops, dwte, dout, &space, sorted, rows, (size_t)C);
+        wte_backward_sum<pack<floatX>()>(ops, dwte, dout, &space, sorted, rows, (size_t)C, vocabulary);
     else
-        wte_backward_sum<1>(ops, dwte, dout, &space, sorted, rows, (size_t)C);
+        wte_backward_sum<1>(ops, dwte, dout, &space, sorted, rows, (size_t)C, vocabulary);
 }
 
 #endif

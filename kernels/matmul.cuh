@@ -219,7 +219,7 @@ static inline void matmul_tune_layer(MatmulCall *call, size_t rows, int C, int O
 // one, on scratch that is given back. Products that are seen later take the heuristic's first algorithm. Ranks may
 // time differently: ops_choices_get() on one, ops_choices_set() on the others.
 // When planning, the scratch is counted. Call it before other memory is allocated, so that it raises no peak.
-static inline void ops_tune(Ops *ops) {
+OP void ops_tune(Ops *ops) {
     if (!ops->options.matmul_tune) return;
     const OpsShape *shape = &ops->shape;
     const size_t rows = (size_t)shape->B * (size_t)shape->T, C = (size_t)shape->C, Vp = (size_t)shape->Vp;
@@ -260,12 +260,15 @@ static inline void ops_tune(Ops *ops) {
     memory_free(ops->memory, MEMORY_WORKSPACE, scratch, bytes);
 }
 
-// The choices of ops_tune(), as a block of sizeof(CublasLtChoices) bytes in host memory, for the other ranks.
-static inline void ops_choices_get(const Ops *ops, CublasLtChoices *choices) {
-    cublaslt_choices_get(&ops->cublaslt, choices);
+OP void ops_choices_get(const Ops *ops, OpsChoices *choices) {
+    cublaslt_choices_get(&ops->cublaslt, &choices->products);
 }
-static inline void ops_choices_set(Ops *ops, const CublasLtChoices *choices) {
-    cublaslt_choices_set(&ops->cublaslt, choices);
+OP void ops_choices_set(Ops *ops, const OpsChoices *choices) {
+    cublaslt_choices_set(&ops->cublaslt, &choices->products);
+}
+
+OP void bias_backward(Ops *ops, gradX *dbias, const floatX *dout, size_t rows, int OC, int accumulate) {
+    column_sums(ops, dbias, dout, rows, (size_t)OC, accumulate);
 }
 
 #endif

@@ -23,6 +23,10 @@ struct Ops {
     CublasLt cublaslt;
 };
 
+struct OpsChoices {
+    CublasLtChoices products;
+};
+
 #include "adamw.cuh"
 #include "attention.cuh"
 #include "classifier.cuh"
