@@ -8,6 +8,7 @@
 #define CONFIG_H
 
 #include <stddef.h>
+#include "ops_limits.h"
 #include "options.h"
 #include "profile.h"
 
@@ -251,6 +252,13 @@ static inline bool config_check_model(Config *config, Error *error) {
                             "%lld heads do not divide n_embd %lld evenly, the nearest that do: %s",
                             (long long)config->n_head, (long long)config->n_embd, nearest);
     }
+    if (config->n_embd / config->n_head > OPS_MAX_HEAD_DIM && !config->plan)
+        return config_error(
+            config, CONFIG_n_head, error,
+            "%lld heads of n_embd %lld have %lld channels each, on GPUs at most %d are possible: at least "
+            "%lld heads are needed",
+            (long long)config->n_head, (long long)config->n_embd, (long long)(config->n_embd / config->n_head),
+            OPS_MAX_HEAD_DIM, (long long)((config->n_embd + OPS_MAX_HEAD_DIM - 1) / OPS_MAX_HEAD_DIM));
     int64_t multiple = 128 * config->tensor_parallel;
     config->padded_vocab_size = (config->vocab_size + multiple - 1) / multiple * multiple;
     return true;

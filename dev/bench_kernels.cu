@@ -85,7 +85,8 @@ static std::vector<Entry> entries(Bench &bench) {
     const size_t parameters = vp * c + (size_t)T * c + (size_t)bench.L * (12 * c * c + 13 * c) + 2 * c;
     const size_t own = (parameters / (size_t)bench.ranks + 63) / 64 * 64;
     Ops *ops = &bench.ops;
-    const Dropout none = {0, 0, 0};
+    const Dropout none = {0, 0, 0, 0};
+    const Vocabulary whole = {0, V};
 
     floatX *in = buffer<floatX>(bench, n), *in2 = buffer<floatX>(bench, n), *out = buffer<floatX>(bench, n);
     floatX *out2 = buffer<floatX>(bench, n), *wide = buffer<floatX>(bench, 4 * n),
@@ -123,7 +124,7 @@ static std::vector<Entry> entries(Bench &bench) {
     };
     const double D = (double)C;
     add("embedding forward", passes, 3 * N * X + 4 * r, 0,
-        [=] { embedding_forward(ops, out, tokens, weight, weight, B, T, C, none); });
+        [=] { embedding_forward(ops, out, tokens, weight, weight, B, T, C, whole, none); });
     add("layer norm forward", layers + passes, 2 * N * X + 8 * r, 0,
         [=] { layernorm_forward(ops, out, mean, rstd, in, weight, weight, rows, C); });
     add("query, key, value", layers, linear_bytes(D, 3 * D), product(D, 3 * D),
@@ -172,7 +173,7 @@ static std::vector<Entry> entries(Bench &bench) {
     add("position embedding backward", passes, N * X + 2 * (double)T * D * G, 0,
         [=] { wpe_backward(ops, dweight, in, B, T, C, T, 1); });
     add("token embedding backward", passes, N * X + 2 * std::min(r, (double)V) * D * G, 0,
-        [=] { wte_backward(ops, dweight, in, tokens, B, T, C); });
+        [=] { wte_backward(ops, dweight, in, tokens, B, T, C, whole); });
     add("gradient norm", 1, (double)own * G, 0, [=] { sum_of_squares(ops, sum, grads, own, 0); });
     AdamW hyper;
     memset(&hyper, 0, sizeof hyper);

@@ -12,11 +12,11 @@
 // as they are. Accumulators of dk and dv leave registers for 16 keys a warp, so there 8 warps share the 128 rows, as
 // they do in the first where HS > 96; elsewhere 4 warps of 32 rows read half as much of shared memory for a product.
 //
-// Global memory per head of T positions: the first kernel reads queries, dout and out once, 6 T HS bytes, lse, 4 T,
-// and for each of its blocks keys and values up to the diagonal, sum of 4 HS min(T, 128 * (block + 1)) bytes; it writes
-// dq, 2 T HS, and D, 4 T. The second reads keys and values once, 4 T HS, and for each of its blocks queries, dout, lse
-// and D from the diagonal on, sum of (4 HS + 8) (T - 128 * block) bytes; it writes dk and dv, 4 T HS. For long T both
-// sums are 2 HS T^2 / 128, most of it from L2.
+// Global memory per head of T positions: the first kernel reads queries, dout and out once, 6 T HS bytes, lse, 4 T by
+// each of a row's 4 threads, and for each of its blocks keys and values up to the diagonal, sum of 4 HS min(T, 128 *
+// (block + 1)) bytes; it writes dq, 2 T HS, and D, 4 T. The second reads keys and values once, 4 T HS, and for each of
+// its blocks queries, dout, lse and D from the diagonal on, sum of (4 HS + 8) (T - 128 * block) bytes; it writes dk and
+// dv, 4 T HS. For long T both sums are 2 HS T^2 / 128, most of it from L2.
 // Operations: 14 HS T^2 / 2 on tensor cores, T^2 exponentials, and what lies above the diagonal in its tiles.
 #ifndef ATTENTION_BACKWARD_CUH
 #define ATTENTION_BACKWARD_CUH

@@ -7,8 +7,9 @@
 //
 // Global memory per head of T positions: as for bf16 with 4 bytes an element and 32 rows a block. Forward reads 4 T HS
 // bytes of queries and for each block 8 HS min(T, 32 * (block + 1)) of keys and values, and writes 4 T HS + 4 T.
-// Backward by queries reads 12 T HS + 4 T and the same keys and values, and writes 4 T HS + 4 T; by keys it reads 8 T
-// HS and for each block (8 HS + 8) (T - 32 * block), and writes 8 T HS.
+// Backward by queries reads 12 T HS + 64 T (lse by each of a row's 16 threads) and the same keys and values, and writes
+// 4 T HS + 4 T; by keys it reads 8 T HS and for each block (8 HS + 64) (T - 32 * block) (lse and D by 8 threads each),
+// and writes 8 T HS.
 // Operations: those of the bf16 kernels.
 #ifndef ATTENTION_FP32_CUH
 #define ATTENTION_FP32_CUH

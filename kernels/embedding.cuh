@@ -4,9 +4,10 @@
 //   embedding_forward  reads 2 C s + 4, writes C s
 //   wpe_backward       reads C s for each row of dout; for each position written, writes C g (reads it too when
 //                      accumulating)
-//   wte_backward       reads C s for each row of dout; reads and writes C g for each token that occurs. Occurrences of
-//                      a token that lie in several chunks of WTE_CHUNK rows cost 4 C written and read for each chunk.
-//                      Sorting: for each digit, reads 4 + 8 (the first) or 4 + 8 and writes 8 for each row
+//   wte_backward       reads C s for each row of dout; reads and writes C g for each token that occurs. A token whose
+//                      rows lie in several chunks of WTE_CHUNK sorted rows costs 4 C, written and read, for each.
+//                      Sorting takes 12 bytes read and 8 written a row for the first digit of 8 bits, 16 and 8 for the
+//                      others, and looking the sorted rows up 12 for every 32 N channels, N to an access
 #ifndef EMBEDDING_CUH
 #define EMBEDDING_CUH
 
@@ -233,7 +234,7 @@ static __global__ void __launch_bounds__(SORT_THREADS)
 // Otherwise a chunk leaves a partial sum: partial[chunk][0] of a token that began in an earlier chunk,
 // partial[chunk][1] of one that begins here and goes on in the next. So no token keeps one warp busy for long, however
 // frequent it is.
-enum { WTE_CHUNK = 64, WTE_AHEAD = 8 };
+enum { WTE_CHUNK = 64, WTE_AHEAD = 4 };
 
 // The list twice (a pass of the sort reads one and writes the other), the tiles' histograms, the partial sums.
 typedef struct {
@@ -288,6 +289,7 @@ static __global__ void __launch_bounds__(EMBEDDING_WARPS *WARP)
     float sum[N] = {0};
     // Whether the token at hand began in an earlier chunk.
     bool continues = first > 0 && load_one(sorted.tokens + first - 1) == load_one(sorted.tokens + first);
+#pragma unroll 1
     for (size_t start = first; start < end; start += WARP) {
         // Each lane looks up an entry; then all take them one after the other, the loads WTE_AHEAD of the sums.
         const size_t mine = start + lane;
@@ -297,6 +299,7 @@ static __global__ void __launch_bounds__(EMBEDDING_WARPS *WARP)
         const uint32_t open = __ballot_sync(ALL_LANES, goes_on);
         const uint32_t stops = __ballot_sync(ALL_LANES, mine < end && (!goes_on || mine + 1 == end));
         const int count = end - start < WARP ? (int)(end - start) : WARP;
+#pragma unroll 1
         for (int ahead = 0; ahead < count; ahead += WTE_AHEAD) {
             Pack<floatX, N> d[WTE_AHEAD];
 #pragma unroll
@@ -307,14 +310,17 @@ static __global__ void __launch_bounds__(EMBEDDING_WARPS *WARP)
 #pragma unroll
             for (int k = 0; k < WTE_AHEAD; k++) {
                 const uint32_t v = __shfl_sync(ALL_LANES, token, ahead + k);
-                if (!active || ahead + k >= count) continue;
+                if (active && ahead + k < count) {
 #pragma unroll
-                for (int j = 0; j < N; j++) sum[j] += to_float(d[k][j]);
-                if (!(stops >> (ahead + k) & 1)) continue;
-                if (continues || open >> (ahead + k) & 1)
-                    store_floats<N>(partial + (chunk * 2 + (continues ? 0 : 1)) * C + channel, sum);
-                else
-                    add_to_gradient<N>(dwte, v, vocabulary, C, channel, sum);
+                    for (int j = 0; j < N; j++) sum[j] += to_float(d[k][j]);
+                }
+                if (!(stops >> (ahead + k) & 1)) continue; // for all lanes
+                if (active) {
+                    if (continues || open >> (ahead + k) & 1)
+                        store_floats<N>(partial + (chunk * 2 + (continues ? 0 : 1)) * C + channel, sum);
+                    else
+                        add_to_gradient<N>(dwte, v, vocabulary, C, channel, sum);
+                }
 #pragma unroll
                 for (int j = 0; j < N; j++) sum[j] = 0.0f;
                 continues = false;

@@ -2,8 +2,9 @@
 // backward.
 //
 // A thread block, the team, works on one row after the other. A thread keeps what it has of a row in registers, so that
-// a row is read once: FORWARD_PACKS accesses forward, BACKWARD_PACKS backward. That is enough for C up to 16384 forward
-// and 8192 backward in bf16, half of it in fp32 or where C is no multiple of an access. What is beyond is read again.
+// a row is read once: 4 accesses forward, 2 backward, of up to 256 threads (more where C is no multiple of an access).
+// That is enough for C up to 8192 forward and 4096 backward in bf16, half of it in fp32 or where C is no such multiple.
+// What is beyond is read again.
 //
 // Global memory, with s = sizeof(floatX), g = sizeof(gradX), for each row of C channels (weight and bias, which all
 // rows share, come from caches; the team has `warps` warps):
@@ -18,7 +19,7 @@
 #include "dropout.cuh"
 #include "reduce.cuh"
 
-enum { LAYERNORM_MOST_WARPS = 16, LAYERNORM_MOST_THREADS = LAYERNORM_MOST_WARPS * WARP };
+enum { LAYERNORM_MOST_WARPS = 8, LAYERNORM_MOST_THREADS = LAYERNORM_MOST_WARPS * WARP };
 
 template <int N> static constexpr __host__ __device__ int forward_packs() {
     return N == 1 ? 16 : 4;
@@ -162,7 +163,7 @@ static inline void layernorm_forward_launch(Ops *ops, floatX *residual, floatX *
 OP void layernorm_forward(Ops *ops, floatX *out, float *mean, float *rstd, const floatX *inp, const floatX *weight,
                           const floatX *bias, size_t rows, int C) {
     constexpr int N = pack<floatX>();
-    const Dropout none = {0.0f, 0, 0};
+    const Dropout none = {0.0f, 0, 0, 0};
     if (C % N == 0)
         layernorm_forward_launch<N, false>(ops, NULL, out, mean, rstd, inp, NULL, weight, bias, rows, C, &none);
     else
