@@ -438,101 +438,28 @@ static void call_adamw_update(const OpsTable *table, void *ops, const Case *c, v
 // ------------------------------------------------------------------------------------------------------------ the
 // table
 
-// In the order of Factor:      B       T       C       OC      NH      HS      V       n       dropout accumulate
-// variant
-#define NONE  \
-    {         \
-        0, {  \
-            0 \
-        }     \
-    }
-#define TWO      \
-    {            \
-        2, {     \
-            0, 1 \
-        }        \
-    }
-#define B_LEVELS \
-    {            \
-        2, {     \
-            1, 3 \
-        }        \
-    }
-#define T_LEVELS                  \
-    {                             \
-        5, {                      \
-            1, 63, 64, 1000, 1024 \
-        }                         \
-    }
-#define C_LEVELS                         \
-    {                                    \
-        6, {                             \
-            64, 65, 257, 768, 1600, 4096 \
-        }                                \
-    }
-#define C_OF_LAYERNORM                                \
-    {                                                 \
-        8, {                                          \
-            64, 65, 257, 768, 1600, 4096, 8193, 16392 \
-        }                                             \
-    } // the last exceed what is kept in registers
-#define OC_LEVELS             \
-    {                         \
-        4, {                  \
-            64, 65, 768, HEAD \
-        }                     \
-    }
-#define OC_OF_GELU      \
-    {                   \
-        3, {            \
-            64, 65, 768 \
-        }               \
-    }
-#define HS_LEVELS                  \
-    {                              \
-        6, {                       \
-            64, 80, 128, 40, 96, 5 \
-        }                          \
-    }
-#define V_LEVELS           \
-    {                      \
-        3, {               \
-            65, 257, 50257 \
-        }                  \
-    }
-#define N_LEVELS                               \
-    {                                          \
-        7, {                                   \
-            1, 63, 64, 65, 1000, 4099, 1000003 \
-        }                                      \
-    }
-#define DROPOUTS  \
-    {             \
-        2, {      \
-            0, 10 \
-        }         \
-    }
+// Levels of a factor: how many, and which.
+// clang-format off
+#define NONE {0, {0}}
+#define TWO {2, {0, 1}}
+#define B_LEVELS {2, {1, 3}}
+#define T_LEVELS {5, {1, 63, 64, 1000, 1024}}
+#define T_OF_ATTENTION {7, {1, 63, 64, 65, 200, 1000, 1024}} // 200: several tiles, and cheap
+#define C_LEVELS {6, {64, 65, 257, 768, 1600, 4096}}
+#define C_OF_LAYERNORM {8, {64, 65, 257, 768, 1600, 4096, 8193, 8200}} // the last exceed what is kept in registers
+#define OC_LEVELS {4, {64, 65, 768, HEAD}}
+#define OC_OF_GELU {3, {64, 65, 768}}
+#define HEADS {2, {1, 2}}
+#define HS_LEVELS {6, {64, 80, 128, 40, 96, 5}}
+#define V_LEVELS {3, {65, 257, 50257}}
+#define N_LEVELS {7, {1, 63, 64, 65, 1000, 4099, 1000003}}
+#define DROPOUTS {2, {0, 10}}
 #if defined(PRECISION_FP32)
-#define ADAMW_VARIANTS \
-    {                  \
-        3, {           \
-            0, 1, 2    \
-        }              \
-    } // fp32 has no masters
+#define ADAMW_VARIANTS {3, {0, 1, 2}} // fp32 has no masters
 #else
-#define ADAMW_VARIANTS       \
-    {                        \
-        6, {                 \
-            0, 1, 2, 3, 4, 5 \
-        }                    \
-    }
+#define ADAMW_VARIANTS {6, {0, 1, 2, 3, 4, 5}}
 #endif
-#define ATTENTION_T                        \
-    {                                      \
-        7, {                               \
-            1, 63, 64, 65, 200, 1000, 1024 \
-        }                                  \
-    } // 200: several tiles, and cheap
+// clang-format on
 
 // Products are the library's.
 #define traffic_matmul_forward NULL
@@ -542,6 +469,7 @@ static void call_adamw_update(const OpsTable *table, void *ops, const Case *c, v
 #define traffic_matmul_backward_weight NULL
 #define FUNCTIONS(name, size) setup_##name, call_##name, traffic_##name, size
 
+// Levels in the order of Factor: B, T, C, OC, NH, HS, V, n, dropout, accumulate, variant, shift.
 static const Operation operations[] = {
     {"embedding_forward",
      {B_LEVELS, T_LEVELS, C_LEVELS, NONE, NONE, NONE, V_LEVELS, NONE, DROPOUTS, NONE, NONE, NONE},
@@ -583,10 +511,10 @@ static const Operation operations[] = {
      {B_LEVELS, T_LEVELS, C_LEVELS, OC_LEVELS, NONE, NONE, NONE, NONE, NONE, TWO, TWO, NONE},
      FUNCTIONS(matmul_backward_weight, size_matmul)},
     {"attention_forward",
-     {B_LEVELS, ATTENTION_T, NONE, NONE, {2, {1, 2}}, HS_LEVELS, NONE, NONE, DROPOUTS, NONE, TWO, NONE},
+     {B_LEVELS, T_OF_ATTENTION, NONE, NONE, HEADS, HS_LEVELS, NONE, NONE, DROPOUTS, NONE, TWO, NONE},
      FUNCTIONS(attention_forward, size_attention)},
     {"attention_backward",
-     {B_LEVELS, ATTENTION_T, NONE, NONE, {2, {1, 2}}, HS_LEVELS, NONE, NONE, DROPOUTS, NONE, TWO, NONE},
+     {B_LEVELS, T_OF_ATTENTION, NONE, NONE, HEADS, HS_LEVELS, NONE, NONE, DROPOUTS, NONE, TWO, NONE},
      FUNCTIONS(attention_backward, size_attention)},
     {"classifier",
      {B_LEVELS, T_LEVELS, NONE, NONE, NONE, NONE, V_LEVELS, NONE, NONE, NONE, TWO, NONE},

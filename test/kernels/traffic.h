@@ -70,7 +70,7 @@ static size_t layernorm_warps(size_t C, size_t packs_of_vectors, size_t packs_of
     size_t warp = C % (16 / S) == 0 ? 32 * (16 / S) * packs_of_vectors : 32 * packs_of_elements;
     return divided_up(C, warp);
 }
-enum { LAYERNORM_MOST_WARPS = 16 };
+enum { LAYERNORM_MOST_WARPS = 8 };
 
 static bool traffic_layernorm_forward(const Case *c, Stated *stated) {
     if (layernorm_warps(AT(F_C), 4, 16) > LAYERNORM_MOST_WARPS) return false;
@@ -123,11 +123,12 @@ static bool traffic_attention_forward(const Case *c, Stated *stated) {
 }
 
 // The first kernel reads q, dout, out, lse, and of each of its blocks k and v; the second k, v, and of each of its
-// blocks q, dout, lse and D.
+// blocks q, dout, lse and D. Every thread that works on a row reads lse, and in fp32 D, for itself.
 static bool traffic_attention_backward(const Case *c, Stated *stated) {
     size_t heads = AT(F_B) * AT(F_NH), T = AT(F_T), row = AT(F_HS) * S;
-    size_t by_queries = 3 * T * row + (S == 2 ? 4 : 1) * 4 * T + 2 * row * keys_seen(T, ATTENTION_TILE);
-    size_t by_keys = 2 * T * row + (2 * row + 8) * queries_seen(T, ATTENTION_TILE);
+    size_t row_threads = S == 2 ? 4 : 16, column_threads = S == 2 ? 1 : 8;
+    size_t by_queries = 3 * T * row + row_threads * 4 * T + 2 * row * keys_seen(T, ATTENTION_TILE);
+    size_t by_keys = 2 * T * row + (2 * row + column_threads * 8) * queries_seen(T, ATTENTION_TILE);
     return state(stated, heads * (by_queries + by_keys), heads * (3 * T * row + 4 * T));
 }
 
