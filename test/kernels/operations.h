@@ -13,6 +13,15 @@ static inline void set_dropout(Case *c) {
     c->dropout.rate = 0.01f * (float)LEVEL(F_DROPOUT);
     c->dropout.key = 0x1234567890abcdefull;
     c->dropout.first = (1ull << 33) + 7; // beyond 32 bits, and no multiple of the generator's four
+    // Of a model with one head more than this rank has.
+    c->dropout.sequence_stride = (uint64_t)(AT(F_NH) + 1) * AT(F_T) * AT(F_T);
+}
+
+// The tokens that the rank holds: all, or a slice in the middle.
+static inline Vocabulary held_vocabulary(const Case *c, bool sliced) {
+    const int V = LEVEL(F_V);
+    Vocabulary all = {0, V}, middle = {V / 4, V / 2};
+    return sliced ? middle : all;
 }
 
 static inline void set_shape(Case *c, size_t C, size_t NH, size_t V) {
@@ -45,8 +54,10 @@ static void setup_embedding_forward(Case *c) {
     add_normal(c, "wpe", TYPE_X, INPUT, (AT(F_T) + 3) * AT(F_C), 0.0f, 0.02f);
 }
 
+// variant 1: a slice of the vocabulary.
 static void call_embedding_forward(const OpsTable *table, void *ops, const Case *c, void *const *m) {
-    table->embedding_forward(ops, m[0], m[1], m[2], m[3], LEVEL(F_B), LEVEL(F_T), LEVEL(F_C), &c->dropout);
+    const Vocabulary held = held_vocabulary(c, LEVEL(F_VARIANT));
+    table->embedding_forward(ops, m[0], m[1], m[2], m[3], LEVEL(F_B), LEVEL(F_T), LEVEL(F_C), &held, &c->dropout);
 }
 
 static double size_embedding(const Case *c) {
@@ -76,7 +87,8 @@ static void setup_wte_backward(Case *c) {
 }
 
 static void call_wte_backward(const OpsTable *table, void *ops, const Case *c, void *const *m) {
-    table->wte_backward(ops, m[0], m[1], m[2], LEVEL(F_B), LEVEL(F_T), LEVEL(F_C));
+    const Vocabulary held = held_vocabulary(c, LEVEL(F_VARIANT));
+    table->wte_backward(ops, m[0], m[1], m[2], LEVEL(F_B), LEVEL(F_T), LEVEL(F_C), &held);
 }
 
 // ---------------------------------------------------------------------------------------------------------- layer norm
@@ -364,6 +376,56 @@ static double size_classifier(const Case *c) {
     return (double)(ROWS * padded_vocabulary(AT(F_V)));
 }
 
+// Columns that are sliced over two ranks, of which this one holds the middle of the vocabulary.
+static void setup_classifier_statistics(Case *c) {
+    setup_classifier(c);
+    c->buffers[0].role = INPUT;
+    c->buffers[1].role = INPUT; // losses, which nobody reads or writes
+    add_buffer(c, "statistics", TYPE_FLOAT, OUTPUT, ROWS * 3);
+}
+
+static void call_classifier_statistics(const OpsTable *table, void *ops, const Case *c, void *const *m) {
+    const Vocabulary held = held_vocabulary(c, true);
+    table->classifier_statistics(ops, m[3], m[0], m[2], ROWS, (int)padded_vocabulary(AT(F_V)), &held);
+}
+
+static void setup_classifier_sliced(Case *c) {
+    setup_classifier(c);
+    const Vocabulary held = held_vocabulary(c, true);
+    const int Vp = (int)padded_vocabulary(AT(F_V));
+    Buffer *all = add_buffer(c, "all", TYPE_FLOAT, INPUT, 2 * ROWS * 3);
+    void *ops = cpu_ops(&cpu_table, &c->shape), *logits = cpu_table.allocate(c->buffers[0].bytes);
+    void *targets = cpu_table.allocate(c->buffers[2].bytes), *statistics = cpu_table.allocate(ROWS * 3 * sizeof(float));
+    cpu_table.upload(logits, c->buffers[0].initial, c->buffers[0].bytes);
+    cpu_table.upload(targets, c->buffers[2].initial, c->buffers[2].bytes);
+    cpu_table.classifier_statistics(ops, statistics, logits, targets, ROWS, Vp, &held);
+    cpu_table.synchronize();
+    cpu_table.download(all->initial + ROWS * 3 * sizeof(float), statistics, ROWS * 3 * sizeof(float));
+    for (size_t row = 0; row < ROWS; row++) { // the other rank's
+        const int target = ((const int *)c->buffers[2].initial)[row] - held.first;
+        set_value(all, 3 * row, 2.0f + draw_normal(c));
+        set_value(all, 3 * row + 1, 1.0f + (float)draw_below(c, 100));
+        set_value(all, 3 * row + 2, target >= 0 && target < held.count ? 0.0f : 1.0f + draw_normal(c));
+    }
+    cpu_table.release(logits), cpu_table.release(targets), cpu_table.release(statistics);
+}
+
+static void call_classifier_sliced(const OpsTable *table, void *ops, const Case *c, void *const *m) {
+    const Vocabulary held = held_vocabulary(c, true);
+    table->classifier_sliced(ops, m[0], m[1], m[2], m[3], 2, ROWS, (int)padded_vocabulary(AT(F_V)), &held,
+                             1.0f / (float)ROWS, LEVEL(F_VARIANT));
+}
+
+static void setup_bias_backward(Case *c) {
+    set_shape(c, AT(F_C), 1, 1);
+    add_gradient(c, "dbias", TYPE_GRAD, AT(F_C), LEVEL(F_ACCUMULATE), 1.0f);
+    add_normal(c, "dout", TYPE_X, INPUT, ROWS * AT(F_C), 0.0f, 1.0f);
+}
+
+static void call_bias_backward(const OpsTable *table, void *ops, const Case *c, void *const *m) {
+    table->bias_backward(ops, m[0], m[1], ROWS, LEVEL(F_C), LEVEL(F_ACCUMULATE));
+}
+
 // ------------------------------------------------------------------------------------------------------------- vectors
 
 static double size_vector(const Case *c) {
@@ -472,13 +534,13 @@ static void call_adamw_update(const OpsTable *table, void *ops, const Case *c, v
 // Levels in the order of Factor: B, T, C, OC, NH, HS, V, n, dropout, accumulate, variant, shift.
 static const Operation operations[] = {
     {"embedding_forward",
-     {B_LEVELS, T_LEVELS, C_LEVELS, NONE, NONE, NONE, V_LEVELS, NONE, DROPOUTS, NONE, NONE, NONE},
+     {B_LEVELS, T_LEVELS, C_LEVELS, NONE, NONE, NONE, V_LEVELS, NONE, DROPOUTS, NONE, TWO, NONE},
      FUNCTIONS(embedding_forward, size_embedding)},
     {"wpe_backward",
      {B_LEVELS, T_LEVELS, C_LEVELS, NONE, NONE, NONE, NONE, NONE, NONE, TWO, TWO, NONE},
      FUNCTIONS(wpe_backward, size_rows)},
     {"wte_backward",
-     {B_LEVELS, T_LEVELS, C_LEVELS, NONE, NONE, NONE, V_LEVELS, NONE, NONE, NONE, NONE, NONE},
+     {B_LEVELS, T_LEVELS, C_LEVELS, NONE, NONE, NONE, V_LEVELS, NONE, NONE, NONE, TWO, NONE},
      FUNCTIONS(wte_backward, size_embedding)},
     {"layernorm_forward",
      {B_LEVELS, T_LEVELS, C_OF_LAYERNORM, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE},
@@ -519,6 +581,24 @@ static const Operation operations[] = {
     {"classifier",
      {B_LEVELS, T_LEVELS, NONE, NONE, NONE, NONE, V_LEVELS, NONE, NONE, NONE, TWO, NONE},
      FUNCTIONS(classifier, size_classifier)},
+    {"bias_backward",
+     {B_LEVELS, T_LEVELS, C_LEVELS, NONE, NONE, NONE, NONE, NONE, NONE, TWO, NONE, NONE},
+     setup_bias_backward,
+     call_bias_backward,
+     NULL,
+     size_rows},
+    {"classifier_statistics",
+     {B_LEVELS, T_LEVELS, NONE, NONE, NONE, NONE, V_LEVELS, NONE, NONE, NONE, NONE, NONE},
+     setup_classifier_statistics,
+     call_classifier_statistics,
+     NULL,
+     size_classifier},
+    {"classifier_sliced",
+     {B_LEVELS, T_LEVELS, NONE, NONE, NONE, NONE, V_LEVELS, NONE, NONE, NONE, TWO, NONE},
+     setup_classifier_sliced,
+     call_classifier_sliced,
+     NULL,
+     size_classifier},
     {"sum_values",
      {NONE, NONE, NONE, NONE, NONE, NONE, NONE, N_LEVELS, NONE, TWO, NONE, NONE},
      FUNCTIONS(sum_values, size_vector)},

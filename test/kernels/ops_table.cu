@@ -131,8 +131,8 @@ static void traffic_read(Traffic *traffic) {
 #define CI(p) ((const int *)(p))
 
 static void t_embedding_forward(void *ops, void *out, const void *tokens, const void *wte, const void *wpe, int B,
-                                int T, int C, const Dropout *dropout) {
-    embedding_forward(OPS, X(out), CI(tokens), CX(wte), CX(wpe), B, T, C, *dropout);
+                                int T, int C, const Vocabulary *vocabulary, const Dropout *dropout) {
+    embedding_forward(OPS, X(out), CI(tokens), CX(wte), CX(wpe), B, T, C, *vocabulary, *dropout);
 }
 
 static void t_wpe_backward(void *ops, void *dwpe, const void *dout, int B, int T, int C, int positions,
@@ -140,8 +140,9 @@ static void t_wpe_backward(void *ops, void *dwpe, const void *dout, int B, int T
     wpe_backward(OPS, G(dwpe), CX(dout), B, T, C, positions, accumulate);
 }
 
-static void t_wte_backward(void *ops, void *dwte, const void *dout, const void *tokens, int B, int T, int C) {
-    wte_backward(OPS, G(dwte), CX(dout), CI(tokens), B, T, C);
+static void t_wte_backward(void *ops, void *dwte, const void *dout, const void *tokens, int B, int T, int C,
+                           const Vocabulary *vocabulary) {
+    wte_backward(OPS, G(dwte), CX(dout), CI(tokens), B, T, C, *vocabulary);
 }
 
 static void t_layernorm_forward(void *ops, void *out, void *mean, void *rstd, const void *inp, const void *weight,
@@ -212,6 +213,21 @@ static void t_classifier(void *ops, void *logits, void *losses, const void *targ
     classifier(OPS, X(logits), F(losses), CI(targets), rows, V, Vp, scale, want_gradient);
 }
 
+static void t_bias_backward(void *ops, void *dbias, const void *dout, size_t rows, int OC, int accumulate) {
+    bias_backward(OPS, G(dbias), CX(dout), rows, OC, accumulate);
+}
+
+static void t_classifier_statistics(void *ops, void *statistics, const void *logits, const void *targets, size_t rows,
+                                    int Vp, const Vocabulary *vocabulary) {
+    classifier_statistics(OPS, F(statistics), CX(logits), CI(targets), rows, Vp, *vocabulary);
+}
+
+static void t_classifier_sliced(void *ops, void *logits, void *losses, const void *targets, const void *all, int ranks,
+                                size_t rows, int Vp, const Vocabulary *vocabulary, float scale, int want_gradient) {
+    classifier_sliced(OPS, X(logits), F(losses), CI(targets), CF(all), ranks, rows, Vp, *vocabulary, scale,
+                      want_gradient);
+}
+
 static void t_sum_values(void *ops, void *sum, const void *x, size_t n, int accumulate) {
     sum_values(OPS, (double *)sum, CF(x), n, accumulate);
 }
@@ -266,6 +282,9 @@ const OpsTable OPS_TABLE = {
     t_attention_forward,
     t_attention_backward,
     t_classifier,
+    t_bias_backward,
+    t_classifier_statistics,
+    t_classifier_sliced,
     t_sum_values,
     t_sum_of_squares,
     t_accumulate_gradient,

@@ -2,8 +2,8 @@
 //
 // ops.h declares every operation once, and what a compilation gets is its device's. ops_table.cu is therefore compiled
 // twice, for the device under test (kernels/, by g++ or nvcc) and for the CPU (cpu/, by gcc), and exports a table each
-// time. What the two compile differently (Ops, floatX, streams) passes as void *; Dropout and AdamW are the same plain
-// structs in both. Pointers are device memory of that table's device.
+// time. What the two compile differently (Ops, floatX, streams) passes as void *; Dropout, Vocabulary and AdamW are the
+// same plain structs in both. Pointers are device memory of that table's device.
 #ifndef OPS_TABLE_H
 #define OPS_TABLE_H
 
@@ -41,9 +41,10 @@ typedef struct {
     void (*traffic_read)(Traffic *traffic);
 
     void (*embedding_forward)(void *ops, void *out, const void *tokens, const void *wte, const void *wpe, int B, int T,
-                              int C, const Dropout *dropout);
+                              int C, const Vocabulary *vocabulary, const Dropout *dropout);
     void (*wpe_backward)(void *ops, void *dwpe, const void *dout, int B, int T, int C, int positions, int accumulate);
-    void (*wte_backward)(void *ops, void *dwte, const void *dout, const void *tokens, int B, int T, int C);
+    void (*wte_backward)(void *ops, void *dwte, const void *dout, const void *tokens, int B, int T, int C,
+                         const Vocabulary *vocabulary);
     void (*layernorm_forward)(void *ops, void *out, void *mean, void *rstd, const void *inp, const void *weight,
                               const void *bias, size_t rows, int C);
     void (*residual_layernorm_forward)(void *ops, void *residual, void *out, void *mean, void *rstd, const void *inp,
@@ -71,6 +72,11 @@ typedef struct {
                                const void *lse, int B, int T, int NH, int HS, const Dropout *dropout);
     void (*classifier)(void *ops, void *logits, void *losses, const void *targets, size_t rows, int V, int Vp,
                        float scale, int want_gradient);
+    void (*bias_backward)(void *ops, void *dbias, const void *dout, size_t rows, int OC, int accumulate);
+    void (*classifier_statistics)(void *ops, void *statistics, const void *logits, const void *targets, size_t rows,
+                                  int Vp, const Vocabulary *vocabulary);
+    void (*classifier_sliced)(void *ops, void *logits, void *losses, const void *targets, const void *all, int ranks,
+                              size_t rows, int Vp, const Vocabulary *vocabulary, float scale, int want_gradient);
     void (*sum_values)(void *ops, void *sum, const void *x, size_t n, int accumulate);
     void (*sum_of_squares)(void *ops, void *sum, const void *x, size_t n, int accumulate);
     void (*accumulate_gradient)(void *ops, void *sum, const void *x, size_t n);

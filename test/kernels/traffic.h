@@ -27,6 +27,7 @@ static bool state(Stated *stated, size_t read, size_t written) {
 }
 
 static bool traffic_embedding_forward(const Case *c, Stated *stated) {
+    if (LEVEL(F_VARIANT)) return false; // tokens that another rank holds are not read
     return state(stated, ROWS * (2 * AT(F_C) * S + 4), ROWS * AT(F_C) * S);
 }
 
@@ -46,6 +47,7 @@ static int by_value(const void *a, const void *b) {
 // whole warps.
 static bool traffic_wte_backward(const Case *c, Stated *stated) {
     enum { CHUNK = 64, TILE = 2048, DIGITS = 256, LEAST_CHANNELS = 32, LANES = 32 };
+    if (LEVEL(F_VARIANT)) return false; // gradients of tokens that another rank holds are not written
     size_t rows = ROWS, C = AT(F_C), tokens = 0, partial = 0;
     int *sorted = (int *)checked_malloc(rows * sizeof(int));
     memcpy(sorted, c->buffers[2].initial, rows * sizeof(int));
