@@ -24,9 +24,9 @@ enum {
 };
 
 static const char *const HUGGINGFACE_BLOCK_NAMES[BLOCK_TENSORS] = { // in the order of BlockTensor
-    "attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight",  "mlp.c_proj.weight",
-    "ln_1.weight",        "ln_1.bias",          "attn.c_attn.bias", "attn.c_proj.bias",
-    "ln_2.weight",        "ln_2.bias",          "mlp.c_fc.bias",    "mlp.c_proj.bias"};
+    "attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight",
+    "attn.c_attn.bias",   "mlp.c_fc.bias",      "ln_1.weight",     "ln_1.bias",
+    "attn.c_proj.bias",   "ln_2.weight",        "ln_2.bias",       "mlp.c_proj.bias"};
 
 // Where a tensor of the model is.
 typedef struct {
@@ -427,7 +427,7 @@ static inline int huggingface_compare_entries(const void *a, const void *b) {
 static inline bool huggingface_write_weights(const char *path, const ModelShape *shape, FloatType type,
                                              WeightsRead read, void *context, Error *error) {
     Layout whole;
-    const LayoutCut cut = layout_whole(shape, 1);
+    const LayoutCut cut = layout_whole(1);
     layout_init(&whole, shape, &cut);
     const int n = weights_tensors(shape);
     HuggingfaceEntry *entries = (HuggingfaceEntry *)malloc((size_t)n * sizeof(HuggingfaceEntry));

@@ -134,7 +134,7 @@ static inline bool llmc_write_tensor(OutputFile *file, const Tensor *tensor, Flo
 static inline bool llmc_export(const char *path, const ModelShape *shape, FloatType type, WeightsRead read,
                                void *context, Error *error) {
     Layout whole;
-    const LayoutCut cut = layout_whole(shape, 1);
+    const LayoutCut cut = layout_whole(1);
     layout_init(&whole, shape, &cut);
     const size_t C = (size_t)shape->n_embd, V = (size_t)shape->vocab_size, Vp = round_up(V, LLMC_VOCAB_MULTIPLE);
     int32_t header[LLMC_HEADER_INTS] = {LLMC_MAGIC,

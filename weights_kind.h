@@ -82,7 +82,7 @@ static inline bool weights_take_shape(ModelShape *shape, const char *path, int64
 
 // Called by a kind when its file is known to hold a model of this shape: what this allocates is in proportion to it.
 static inline void weights_set_shape(Weights *weights, const ModelShape *shape) {
-    const LayoutCut cut = layout_whole(shape, 1);
+    const LayoutCut cut = layout_whole(1);
     weights->shape = *shape;
     layout_init(&weights->layout, shape, &cut);
 }
