@@ -290,6 +290,7 @@ typedef struct {
     Memory memory, planned;
     CommCounts communication, communication_planned; // of one training step
     CommCounts all_ranks, planned_all_ranks;         // the same, summed over ranks
+    double idle_share; // of the time of training steps that ranks waited for other stages: their mean
 } RunTotals;
 
 // The table of memory by component: allocated, planned, and bytes per padded parameter.
@@ -324,6 +325,11 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
                    (unsigned long long)count->calls, (double)count->payload_bytes / 1e6,
                    (double)count->bus_bytes / 1e6);
     }
+    const double bubble = plan_bubble(c);
+    if (c->pipeline_parallel > 1)
+        printf("pipeline: planned bubble %.1f %% of the computation, %.1f %% of a step; ranks waited for other stages "
+               "for %.1f %% of it\n",
+               100 * bubble, 100 * bubble / (1 + bubble), 100 * totals->idle_share);
     if (log->directory >= 0) {
         printf("written to %s: config.json, metrics.jsonl, summary.json\n", c->log_dir);
         cJSON *root = cJSON_CreateObject();
@@ -348,6 +354,8 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         json_add_exact(step_ms, "min", times.min);
         json_add_exact(step_ms, "max", times.max);
         json_add_exact(root, "mfu", mfu);
+        json_add_exact(root, "pipeline_bubble", bubble);
+        json_add_exact(root, "pipeline_idle_share", totals->idle_share);
         json_add_memory(root, "memory_bytes", &totals->memory);
         json_add_memory(root, "memory_planned", &totals->planned);
         json_add_counts(json_add_counts(root, "communication_per_step", &totals->communication), "all_ranks",

@@ -74,7 +74,6 @@ typedef struct {
     cudaEvent_t gradient_received[2], gradient_computed[2], gradient_sent[2]; // by dx buffer
     bool *posted;                                                             // by item: its receive has been started
     cudaEvent_t *waits; // two by item: around the wait for its input
-    double idle_ms;     // of the last step: what those waits took
 } Pipeline;
 
 // Which dx buffer a backward item uses: they take turns.

@@ -138,6 +138,13 @@ static void sample(Trainer *trainer, const Config *config, const Tokenizer *toke
     free(logits);
 }
 
+static double mean_of_ranks(Comm *comm, double mine) {
+    const double *all = (const double *)comm_gather(comm, &mine, sizeof mine);
+    double sum = 0;
+    for (int r = 0; r < comm->world_size; r++) sum += all[r];
+    return sum / comm->world_size;
+}
+
 // Takes memory, its plan and what is sent in a step from the rank with the highest peak of memory.
 static void totals_of_fullest(Comm *comm, RunTotals *totals) {
     const uint64_t peak = totals->memory.peak;
@@ -204,6 +211,7 @@ DECLARE_TRAINER(TRAIN) {
     memset(&totals, 0, sizeof totals);
     Trace trace;
     int64_t step = 0, bad_steps = 0;
+    double idle_ms = 0; // of this rank, in all steps
     bool stopped = false;
     for (;; step++) {
         const bool last = step == config->steps;
@@ -251,6 +259,7 @@ DECLARE_TRAINER(TRAIN) {
         if (result.updated) totals.communication = comm_counts_since(&trainer.comm, &before); // skipped: less
         log_step(&log, step + 1, &result, result.loss_sum / (double)config->tokens_per_step, hyper.learning_rate,
                  now_seconds() - begin);
+        idle_ms += pipeline_idle_ms(&trainer.pipeline);
         range_pop();
         if (step + 1 == config->profile_last) profile_stop();
         if (traced) log_trace(&log, &trainer.comm, &trace, step + 1);
@@ -273,6 +282,7 @@ DECLARE_TRAINER(TRAIN) {
     totals.padded_parameters = trainer.layout.size;
     totals.all_ranks = comm_sum_counts(&trainer.comm, &totals.communication);
     totals.planned_all_ranks = comm_sum_counts(&trainer.comm, &totals.communication_planned);
+    totals.idle_share = log.train_seconds > 0 ? mean_of_ranks(&trainer.comm, 1e-3 * idle_ms / log.train_seconds) : 0;
     totals_of_fullest(&trainer.comm, &totals);
     log_summary(&log, &trainer, &totals);
     if (stopped && log.speaks)

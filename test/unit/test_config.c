@@ -319,11 +319,7 @@ static void test_profile_steps(void **state) {
 
 static void test_not_built(void **state) {
     (void)state;
-    refused(1, NULL, FLAGS(DATA, "--strategy", "tp"), "--strategy: tp is not built yet|ddp");
-    refused(1, "{\"parallel\": {\"strategy\": \"tp\"}}", FLAGS(DATA), "parallel.strategy: tp is not built yet|zero3");
     static const char *const flags[][3] = {
-        {"--tensor-parallel", "2", "only 1"},       {"--pipeline-parallel", "2", "only 1"},
-        {"--pipeline-chunks", "2", "only 1"},       {"--sequence-parallel", "true", "false"},
         {"--recompute", "block", "only none|full"}, {"--offload", "optimizer", "only none"},
         {"--checkpoint-every", "5", "only 0"},      {"--resume", "auto", "only never"},
         {"--init-from", "w", "only none"},          {"--checkpoint-major-every", "5", "only 0"},
@@ -333,6 +329,30 @@ static void test_not_built(void **state) {
         snprintf(parts, sizeof parts, "%s|: %s is not built yet|%s", flags[i][0], flags[i][1], flags[i][2]);
         refused(1, NULL, FLAGS(DATA, flags[i][0], flags[i][1]), parts);
     }
+}
+
+// Grids of ranks: what follows, and what is refused, with what would be right.
+static void test_grids(void **state) {
+    (void)state;
+    accepted(8, NULL, FLAGS(DATA, "--strategy", "tp", "--n-head", "8"));
+    assert_true(config.tensor_parallel == 8 && config.data_parallel == 1 && config.padded_vocab_size == 1024);
+    accepted(8, NULL, FLAGS(DATA, "--tensor-parallel", "2", "--pipeline-parallel", "2", "--strategy", "zero3"));
+    assert_true(config.data_parallel == 2 && config.shard_ranks == 2 && config.padded_vocab_size == 256);
+    refused(4, NULL, FLAGS(DATA, "--strategy", "tp", "--tensor-parallel", "2"), "--tensor-parallel|all 4 ranks");
+    refused(8, NULL, FLAGS(DATA, "--tensor-parallel", "8"), "--tensor-parallel|n_head 4|what divides: 1, 2, 4");
+    refused(3, NULL, FLAGS(DATA, "--strategy", "tp"), "--strategy|n_head 4|what divides: 1, 2, 4");
+    refused(6, NULL, FLAGS(DATA, "--tensor-parallel", "4"), "--tensor-parallel|the 6 ranks|1, 2, 3, 6");
+    refused(5, NULL, FLAGS(DATA, "--pipeline-parallel", "5"), "--pipeline-parallel|n_layer is 4");
+    refused(4, NULL, FLAGS(DATA, "--pipeline-parallel", "3"), "--pipeline-parallel|the 4 ranks|1, 2, 4");
+    refused(2, NULL, FLAGS(DATA, "--pipeline-chunks", "2"), "--pipeline-chunks|pipeline_parallel is 1");
+    refused(2, NULL, FLAGS(DATA, "--pipeline-parallel", "2", "--pipeline-chunks", "3"), "--pipeline-chunks|at most 2");
+    refused(2, NULL, FLAGS(DATA, "--pipeline-parallel", "2", "--pipeline-chunks", "2"),
+            "--pipeline-chunks|multiples of pipeline_parallel 2, there are 1|1536");
+    refused(2, NULL, FLAGS(DATA, "--sequence-parallel", "true"), "--sequence-parallel|tensor_parallel is 1");
+    refused(2, NULL, FLAGS(DATA, "--tensor-parallel", "2", "--sequence-parallel", "true", "--sequence-length", "63"),
+            "--sequence-parallel|sequence_length 63|nearest: 62");
+    refused(1, NULL, FLAGS(DATA, "--trace", "3"), "--trace|log_dir");
+    refused(1, NULL, FLAGS(DATA, "--trace", "30", "--steps", "3", "--log-dir", "x"), "--trace|steps is 3");
 }
 
 // Random values for every option that has room, then: what is written, read and checked is the same to the last bit.
@@ -467,13 +487,14 @@ static int tear_down(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_defaults),      cmocka_unit_test(test_presets),
-        cmocka_unit_test(test_precedence),    cmocka_unit_test(test_bad_values_in_files),
-        cmocka_unit_test(test_bad_files),     cmocka_unit_test(test_bad_flags),
-        cmocka_unit_test(test_cross_checks),  cmocka_unit_test(test_sharding),
-        cmocka_unit_test(test_profile_steps), cmocka_unit_test(test_not_built),
-        cmocka_unit_test(test_round_trip),    cmocka_unit_test(test_keys_are_unique),
-        cmocka_unit_test(test_help),          cmocka_unit_test(test_learning_rate),
+        cmocka_unit_test(test_defaults),        cmocka_unit_test(test_presets),
+        cmocka_unit_test(test_precedence),      cmocka_unit_test(test_bad_values_in_files),
+        cmocka_unit_test(test_bad_files),       cmocka_unit_test(test_bad_flags),
+        cmocka_unit_test(test_cross_checks),    cmocka_unit_test(test_sharding),
+        cmocka_unit_test(test_profile_steps),   cmocka_unit_test(test_not_built),
+        cmocka_unit_test(test_grids),           cmocka_unit_test(test_round_trip),
+        cmocka_unit_test(test_keys_are_unique), cmocka_unit_test(test_help),
+        cmocka_unit_test(test_learning_rate),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }
