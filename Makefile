@@ -5,6 +5,7 @@
 #   make test               build and run all tests (scripts/test.sh installs what they need first)
 #   make unit               build the unit tests into build/DEVICE/test/
 #   make delayed            build/DEVICE/delayed/train_gpt, for tests: streams pause at random (cpu/stream.h)
+#   make op_times           build/DEVICE/op_times/train_gpt, for dev/bench.sh: operations are timed (dev/op_times.h)
 #   make bench              time the program
 #   make clean
 #
@@ -149,6 +150,23 @@ $(BENCHES): $(BUILD)/%: dev/%.cu $(DEVICE_OBJECTS) Makefile | $(BUILD)/test
 	$(COMPILE) $(DEFINE_bf16) -c -o $@.o $<
 	$(LINK) -o $@ $@.o $(DEVICE_OBJECTS) $(LIBRARIES)
 
+# For dev/bench.sh: the rates that the cores reach; the program with every operation timed (dev/op_times.h).
+$(BUILD)/bench_rates: dev/bench_rates.c Makefile | $(BUILD)/test
+	$(COMPILE) -o $@ $< -ldnnl -lm
+
+OP_TIMES := $(PRECISIONS:%=$(BUILD)/op_times/train_%.o)
+
+op_times: $(BUILD)/op_times/train_gpt
+
+$(BUILD)/op_times/train_gpt: $(BUILD)/main.o $(OP_TIMES)
+	$(LINK) -o $@ $^ $(LIBRARIES)
+
+$(OP_TIMES): $(BUILD)/op_times/train_%.o: train_gpt.cu Makefile | $(BUILD)/op_times
+	$(COMPILE) $(DEFINE_$*) -include dev/op_times.h -c -o $@ $<
+
+$(BUILD)/op_times:
+	@mkdir -p $@
+
 # For tests: the program with streams that pause at random, from the seed in TRAIN_GPT_STREAM_DELAY.
 DELAYED := $(PRECISIONS:%=$(BUILD)/delayed/train_%.o)
 
@@ -195,6 +213,6 @@ bench:
 clean:
 	rm -rf build train_gpt
 
-.PHONY: delayed unit test bench clean FORCE
+.PHONY: delayed op_times unit test bench clean FORCE
 .DELETE_ON_ERROR:
--include $(wildcard $(BUILD)/*.d $(BUILD)/delayed/*.d $(BUILD)/test/*.d)
+-include $(wildcard $(BUILD)/*.d $(BUILD)/delayed/*.d $(BUILD)/op_times/*.d $(BUILD)/test/*.d)

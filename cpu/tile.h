@@ -1,9 +1,12 @@
-// tile.h: products of small fp32 matrices inside one thread, for attention.
+// tile.h: products of small matrices inside one thread, for attention.
 #ifndef CPU_TILE_H
 #define CPU_TILE_H
 
 #include <stddef.h>
 #include <string.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 // The machine's vectors, and how many sums fit its registers beside the operands: TILE_ROWS rows of TILE_WIDE vectors.
 // TILE_PAD is what the sizes of matrices are padded to, a multiple of all of these.
@@ -30,10 +33,26 @@ static inline void tile_store(float *to, TileVector vector) {
     memcpy(to, &vector, sizeof vector);
 }
 
-// c (TILE_ROWS, vectors * TILE_LANES) (+)= a b over K. `vectors` is a constant where this is inlined.
+// Whether words may be pairs of bf16: their products are exact, and their sums fp32.
+#if defined(__AVX512BF16__)
+enum { TILE_HAS_PAIRS = 1 };
+static inline TileVector tile_add_pairs(TileVector sum, float a, TileVector b) {
+    __m512i a_word = _mm512_castps_si512(_mm512_set1_ps(a));
+    return (TileVector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a_word, (__m512bh)b);
+}
+#else
+enum { TILE_HAS_PAIRS = 0 };
+static inline TileVector tile_add_pairs(TileVector sum, float a, TileVector b) {
+    (void)a, (void)b;
+    return sum;
+}
+#endif
+
+// c (TILE_ROWS, vectors * TILE_LANES) (+)= a b over K. Elements of a and b are floats, or with `pairs` words of two
+// bf16 each. `vectors` and `pairs` are constants where this is inlined.
 static inline __attribute__((always_inline)) void tile_block(float *c, size_t ldc, const float *a, size_t a_row,
                                                              size_t a_col, const float *b, size_t ldb, int vectors,
-                                                             int K, int accumulate) {
+                                                             int K, int accumulate, int pairs) {
     TileVector sums[TILE_ROWS][TILE_WIDE], zero = {0};
 #pragma GCC unroll 8
     for (int i = 0; i < TILE_ROWS; i++)
@@ -52,7 +71,8 @@ static inline __attribute__((always_inline)) void tile_block(float *c, size_t ld
         for (int i = 0; i < TILE_ROWS; i++) {
             float a_ik = a[(size_t)i * a_row + (size_t)k * a_col];
 #pragma GCC unroll 2
-            for (int j = 0; j < vectors; j++) sums[i][j] += a_ik * b_k[j];
+            for (int j = 0; j < vectors; j++)
+                sums[i][j] = pairs ? tile_add_pairs(sums[i][j], a_ik, b_k[j]) : sums[i][j] + a_ik * b_k[j];
         }
     }
 #pragma GCC unroll 8
@@ -87,19 +107,31 @@ static inline void tile_transpose(float *to, size_t ld_to, const float *from, si
     for (int i = 0; i < TILE_LANES; i++) tile_store(to + (size_t)i * ld_to, row[i]);
 }
 
-// c (M, N) (+)= a (M, K) b (K, N). Element (i, k) of a is a[i * a_row + k * a_col], so a may be a transposed matrix;
-// rows of b and c are ldb and ldc apart. M and N are multiples of
-// TILE_PAD.
-static inline void tile_product(float *c, size_t ldc, const float *a, size_t a_row, size_t a_col, const float *b,
-                                size_t ldb, int M, int N, int K, int accumulate) {
+static inline __attribute__((always_inline)) void tile_blocks(float *c, size_t ldc, const float *a, size_t a_row,
+                                                              size_t a_col, const float *b, size_t ldb, int M, int N,
+                                                              int K, int accumulate, int pairs) {
     int j = 0;
     for (; j + TILE_WIDE * TILE_LANES <= N; j += TILE_WIDE * TILE_LANES)
         for (int i = 0; i < M; i += TILE_ROWS)
             tile_block(c + (size_t)i * ldc + j, ldc, a + (size_t)i * a_row, a_row, a_col, b + j, ldb, TILE_WIDE, K,
-                       accumulate);
+                       accumulate, pairs);
     for (; j < N; j += TILE_LANES)
         for (int i = 0; i < M; i += TILE_ROWS)
-            tile_block(c + (size_t)i * ldc + j, ldc, a + (size_t)i * a_row, a_row, a_col, b + j, ldb, 1, K, accumulate);
+            tile_block(c + (size_t)i * ldc + j, ldc, a + (size_t)i * a_row, a_row, a_col, b + j, ldb, 1, K, accumulate,
+                       pairs);
+}
+
+// c (M, N) (+)= a (M, K) b (K, N). Element (i, k) of a is a[i * a_row + k * a_col], so a may be a transposed matrix;
+// rows of b and c are ldb and ldc apart. M and N are multiples of TILE_PAD.
+static inline void tile_product(float *c, size_t ldc, const float *a, size_t a_row, size_t a_col, const float *b,
+                                size_t ldb, int M, int N, int K, int accumulate) {
+    tile_blocks(c, ldc, a, a_row, a_col, b, ldb, M, N, K, accumulate, 0);
+}
+
+// c (M, N) = a b over K words of two bf16.   a (M, K), b (K, N)
+static inline void tile_product_pairs(float *c, size_t ldc, const float *a, size_t a_row, const float *b, size_t ldb,
+                                      int M, int N, int K) {
+    tile_blocks(c, ldc, a, a_row, 1, b, ldb, M, N, K, 0, 1);
 }
 
 #endif

@@ -1,0 +1,37 @@
+"""The CPU program's speed: no page faults once a run is under way, and ahead of PyTorch."""
+import os
+import re
+import subprocess
+
+import pytest
+
+from conftest import PROGRAM, ROOT, environment
+
+
+def faults(texts, log_dir, steps, precision):
+    """Minor page faults of a whole run."""
+    words = ["--train-data", texts / "train.txt", "--log-dir", log_dir, "--steps", steps, "--precision", precision,
+             "--n-layer", 4, "--n-embd", 256, "--context-length", 128, "--micro-batch", 8, "--val-every", 0]
+    process = subprocess.Popen([str(PROGRAM), *map(str, words)], env=environment(), stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_minflt
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_steps_fault_no_pages_in(texts, tmp_path, precision):
+    """A fresh page can cost more than the work that is done on it: what steps need is there after the third."""
+    few, many = (faults(texts, tmp_path / f"log{steps}", steps, precision) for steps in (3, 23))
+    assert (many - few) / 20 < 100
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ahead_of_pytorch(precision):
+    """The small model of dev/bench.sh; on an idle machine it is 1.3 times as fast, others' work takes part of that."""
+    process = subprocess.run(["bash", ROOT / "dev/bench.sh", "small", "--precision", precision, "--rounds", "3"],
+                             env=environment(), capture_output=True, text=True, timeout=900)
+    assert process.returncode == 0, process.stderr
+    ratio = float(re.search(r"PyTorch +\d+: ([\d.]+) ", process.stdout).group(1))
+    assert ratio > 1.1, process.stdout
