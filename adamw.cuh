@@ -64,6 +64,7 @@ struct AdamWPass {
 
 OP void adamw_update(Ops *ops, const AdamW *hyper, floatX *params, float *master, float *m, float *v,
                      const gradX *grads, size_t n, size_t n_decay) {
+    RANGE("adamw_update");
     const double lr = (double)hyper->learning_rate, step = (double)hyper->step;
     AdamWPass pass;
     pass.beta1 = hyper->beta1;

@@ -41,12 +41,14 @@ static inline size_t attention_workspace(const OpsShape *shape) {
 
 OP void attention_forward(Ops *ops, floatX *out, float *lse, const floatX *qkv, int B, int T, int NH, int HS,
                           Dropout dropout) {
+    RANGE("attention_forward");
     ATTENTION_RUN(attention_forward_run, HS, NH, dropout.rate, ops->stream, out, lse, qkv, B, T, NH, HS,
                   dropout_mask(&dropout));
 }
 
 OP void attention_backward(Ops *ops, floatX *dqkv, const floatX *dout, const floatX *qkv, const floatX *out,
                            const float *lse, int B, int T, int NH, int HS, Dropout dropout) {
+    RANGE("attention_backward");
     ATTENTION_RUN(attention_backward_run, HS, NH, dropout.rate, ops->stream, (float *)ops->workspace, dqkv, dout, qkv,
                   out, lse, B, T, NH, HS, dropout_mask(&dropout));
 }

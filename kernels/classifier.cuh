@@ -95,6 +95,7 @@ static inline int classifier_threads(int columns, int N) {
 
 OP void classifier(Ops *ops, floatX *logits, float *losses, const int *targets, size_t rows, int V, int Vp, float scale,
                    int want_gradient) {
+    RANGE("classifier");
     constexpr int N = pack<floatX>();
     const bool packed = Vp % N == 0;
     cudaLaunchConfig_t config = launch_config(rows, classifier_threads(V, packed ? N : 1), 0, ops->stream);
@@ -183,6 +184,7 @@ static __global__ void __launch_bounds__(CLASSIFIER_MOST_THREADS)
 
 OP void classifier_statistics(Ops *ops, float *statistics, const floatX *logits, const int *targets, size_t rows,
                               int Vp, Vocabulary vocabulary) {
+    RANGE("classifier_statistics");
     constexpr int N = pack<floatX>();
     const bool packed = Vp % N == 0;
     cudaLaunchConfig_t config = launch_config(rows, classifier_threads(Vp, packed ? N : 1), 0, ops->stream);
@@ -194,6 +196,7 @@ OP void classifier_statistics(Ops *ops, float *statistics, const floatX *logits,
 
 OP void classifier_sliced(Ops *ops, floatX *logits, float *losses, const int *targets, const float *all, int ranks,
                           size_t rows, int Vp, Vocabulary vocabulary, float scale, int want_gradient) {
+    RANGE("classifier_sliced");
     constexpr int N = pack<floatX>();
     const bool packed = Vp % N == 0;
     cudaLaunchConfig_t config = launch_config(rows, classifier_threads(Vp, packed ? N : 1), 0, ops->stream);

@@ -14,6 +14,7 @@
 #define COMMON_CUH
 
 #include "error.h"
+#include "profile.h"
 #include "ptx.cuh"
 #include "random.h"
 

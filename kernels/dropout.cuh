@@ -52,6 +52,7 @@ struct ResidualPass {
 };
 
 OP void residual_forward(Ops *ops, floatX *out, const floatX *inp, const floatX *branch, size_t n, Dropout dropout) {
+    RANGE("residual_forward");
     const ResidualPass pass = {out, inp, branch, dropout_mask(&dropout)};
     vector_pass(pass, n, aligned16(out, inp, branch), ops->stream);
 }
@@ -71,6 +72,7 @@ struct DropoutBackwardPass {
 };
 
 OP void dropout_backward(Ops *ops, floatX *dinp, const floatX *dout, size_t n, Dropout dropout) {
+    RANGE("dropout_backward");
     const DropoutBackwardPass pass = {dinp, dout, dropout_mask(&dropout)};
     vector_pass(pass, n, aligned16(dinp, dout), ops->stream);
 }

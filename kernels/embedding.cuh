@@ -55,6 +55,7 @@ static __global__ void __launch_bounds__(EMBEDDING_WARPS *WARP)
 
 OP void embedding_forward(Ops *ops, floatX *out, const int *tokens, const floatX *wte, const floatX *wpe, int B, int T,
                           int C, Vocabulary vocabulary, Dropout dropout) {
+    RANGE("embedding_forward");
     const size_t rows = (size_t)B * (size_t)T;
     const DropoutMask mask = dropout_mask(&dropout);
     cudaLaunchConfig_t config = launch_config(divide_up(rows, EMBEDDING_WARPS), EMBEDDING_WARPS * WARP, 0, ops->stream);
@@ -94,6 +95,7 @@ static __global__ void __launch_bounds__(EMBEDDING_WARPS *WARP)
 }
 
 OP void wpe_backward(Ops *ops, gradX *dwpe, const floatX *dout, int B, int T, int C, int positions, int accumulate) {
+    RANGE("wpe_backward");
     constexpr int N = pack<floatX>();
     const bool packed = channels_packed(C);
     if (accumulate && positions > T) positions = T; // the others stay as they are
@@ -375,6 +377,7 @@ static inline void wte_backward_sum(Ops *ops, gradX *dwte, const floatX *dout, c
 
 OP void wte_backward(Ops *ops, gradX *dwte, const floatX *dout, const int *tokens, int B, int T, int C,
                      Vocabulary vocabulary) {
+    RANGE("wte_backward");
     const size_t rows = (size_t)B * (size_t)T;
     const WteWorkspace space = wte_workspace(ops->workspace, rows, (size_t)C);
     SortedRows sorted = {(uint32_t *)tokens, NULL};

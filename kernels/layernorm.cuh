@@ -162,6 +162,7 @@ static inline void layernorm_forward_launch(Ops *ops, floatX *residual, floatX *
 
 OP void layernorm_forward(Ops *ops, floatX *out, float *mean, float *rstd, const floatX *inp, const floatX *weight,
                           const floatX *bias, size_t rows, int C) {
+    RANGE("layernorm_forward");
     constexpr int N = pack<floatX>();
     const Dropout none = {0.0f, 0, 0, 0};
     if (C % N == 0)
@@ -173,6 +174,7 @@ OP void layernorm_forward(Ops *ops, floatX *out, float *mean, float *rstd, const
 OP void residual_layernorm_forward(Ops *ops, floatX *residual, floatX *out, float *mean, float *rstd, const floatX *inp,
                                    const floatX *branch, const floatX *weight, const floatX *bias, size_t rows, int C,
                                    Dropout dropout) {
+    RANGE("residual_layernorm_forward");
     constexpr int N = pack<floatX>();
     if (C % N == 0)
         layernorm_forward_launch<N, true>(ops, residual, out, mean, rstd, inp, branch, weight, bias, rows, C, &dropout);
@@ -323,6 +325,7 @@ static __global__ void __launch_bounds__(LAYERNORM_MOST_THREADS)
 OP void layernorm_backward(Ops *ops, floatX *dinp, int dinp_zero, gradX *dweight, gradX *dbias, const floatX *dout,
                            const floatX *inp, const floatX *weight, const float *mean, const float *rstd, size_t rows,
                            int C, int accumulate) {
+    RANGE("layernorm_backward");
     constexpr int N = pack<floatX>();
     float *partial = (float *)ops->workspace;
     const size_t blocks = layernorm_blocks(rows, C), block_rows = layernorm_block_rows(rows, C);

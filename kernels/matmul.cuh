@@ -95,6 +95,7 @@ static inline void add_bias(Ops *ops, floatX *out, const floatX *bias, size_t ro
 
 OP void matmul_forward(Ops *ops, floatX *out, const floatX *inp, const floatX *weight, const floatX *bias, size_t rows,
                        int C, int OC) {
+    RANGE("matmul_forward");
     const CublasLtOperands operands = {(void *)inp, (void *)weight, out, (void *)bias, NULL};
     if (bias != NULL && cublaslt_product(&ops->cublaslt, LINEAR_FORWARD, CUBLASLT_EPILOGUE_BIAS, 0, &operands, rows, C,
                                          OC, ops->stream))
@@ -105,6 +106,7 @@ OP void matmul_forward(Ops *ops, floatX *out, const floatX *inp, const floatX *w
 
 OP void matmul_gelu_forward(Ops *ops, floatX *pre, floatX *out, const floatX *inp, const floatX *weight,
                             const floatX *bias, size_t rows, int C, int OC) {
+    RANGE("matmul_gelu_forward");
     const CublasLtOperands operands = {(void *)inp, (void *)weight, out, (void *)bias, pre};
     const cublasLtEpilogue_t epilogue = bias != NULL ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     if (cublaslt_product(&ops->cublaslt, LINEAR_FORWARD, epilogue, 0, &operands, rows, C, OC, ops->stream)) return;
@@ -114,12 +116,14 @@ OP void matmul_gelu_forward(Ops *ops, floatX *pre, floatX *out, const floatX *in
 
 OP void matmul_backward_input(Ops *ops, floatX *dinp, const floatX *dout, const floatX *weight, size_t rows, int C,
                               int OC) {
+    RANGE("matmul_backward_input");
     const CublasLtOperands operands = {dinp, (void *)weight, (void *)dout, NULL, NULL};
     product(ops, LINEAR_BACKWARD_INPUT, 0, &operands, rows, C, OC);
 }
 
 OP void matmul_gelu_backward_input(Ops *ops, floatX *dpre, const floatX *dout, const floatX *weight, const floatX *pre,
                                    size_t rows, int C, int OC) {
+    RANGE("matmul_gelu_backward_input");
     const CublasLtOperands operands = {dpre, (void *)weight, (void *)dout, NULL, (void *)pre};
     if (cublaslt_product(&ops->cublaslt, LINEAR_BACKWARD_INPUT, CUBLASLT_EPILOGUE_DGELU, 0, &operands, rows, C, OC,
                          ops->stream))
@@ -130,6 +134,7 @@ OP void matmul_gelu_backward_input(Ops *ops, floatX *dpre, const floatX *dout, c
 
 OP void matmul_backward_weight(Ops *ops, gradX *dweight, gradX *dbias, const floatX *inp, const floatX *dout,
                                size_t rows, int C, int OC, int accumulate) {
+    RANGE("matmul_backward_weight");
     const CublasLtOperands operands = {(void *)inp, dweight, (void *)dout, dbias, NULL};
     if (dbias != NULL && !accumulate &&
         cublaslt_product(&ops->cublaslt, LINEAR_BACKWARD_WEIGHT, CUBLASLT_EPILOGUE_BGRADB, 0, &operands, rows, C, OC,
@@ -268,6 +273,7 @@ OP void ops_choices_set(Ops *ops, const OpsChoices *choices) {
 }
 
 OP void bias_backward(Ops *ops, gradX *dbias, const floatX *dout, size_t rows, int OC, int accumulate) {
+    RANGE("bias_backward");
     column_sums(ops, dbias, dout, rows, (size_t)OC, accumulate);
 }
 

@@ -185,10 +185,12 @@ static inline void vector_sum(Ops *ops, double *sum, const T *x, size_t n, int a
 }
 
 OP void sum_values(Ops *ops, double *sum, const float *x, size_t n, int accumulate) {
+    RANGE("sum_values");
     vector_sum<SumOfValues>(ops, sum, x, n, accumulate);
 }
 
 OP void sum_of_squares(Ops *ops, double *sum, const gradX *x, size_t n, int accumulate) {
+    RANGE("sum_of_squares");
     vector_sum<SumOfSquares>(ops, sum, x, n, accumulate);
 }
 
@@ -209,6 +211,7 @@ struct AccumulatePass {
 
 // Runs beside the computation, on a stream of its own, so it may not touch the workspace.
 OP void accumulate_gradient(Ops *ops, gradX *sum, const gradX *x, size_t n, cudaStream_t stream) {
+    RANGE("accumulate_gradient");
     (void)ops;
     const AccumulatePass pass = {sum, x};
     vector_pass(pass, n, aligned16(sum, x), stream);
