@@ -6,10 +6,13 @@ What is expected is worked out here from the shapes alone, or comes from the sam
 import array
 import json
 import random
+import subprocess
+import sys
+from xml.etree import ElementTree
 
 import pytest
 
-from conftest import Run, run_program
+from conftest import ROOT, Run, run_program
 
 full = pytest.mark.full
 TOLERANCE = 5e-6  # relative: the order of summation differs
@@ -329,6 +332,23 @@ def test_a_trace_shows_the_schedule(train):
             assert begins[p, f"B{micro}"] + skew >= ends[p + 1, f"B{micro}"]
     threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"compute", "communication", "send forward", "receive backward"} <= threads
+
+
+def test_the_picture_of_a_trace(train, tmp_path):
+    """plot.py draws a rectangle for each pass of a micro-batch through a stage."""
+    run = train(nproc=4, pipeline_parallel=4, steps=3, trace=2)
+    for extra in ([], ["--streams"]):
+        process = subprocess.run([sys.executable, ROOT / "scripts/plot.py", run.log_dir / "trace.json",
+                                  tmp_path / "out.svg", *extra], capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        titles = [element.text for element in ElementTree.parse(tmp_path / "out.svg").iter()
+                  if element.tag.endswith("title")]
+        assert len([title for title in titles if ", stage" in title]) == 2 * 4 * 8
+        assert any(title.startswith("send") for title in titles) == bool(extra)
+    (tmp_path / "bad.json").write_text("{}")
+    process = subprocess.run([sys.executable, ROOT / "scripts/plot.py", tmp_path / "bad.json", tmp_path / "x.svg"],
+                             capture_output=True, text=True)
+    assert process.returncode == 2 and "bad.json" in process.stderr
 
 
 def test_a_trace_needs_a_place_and_a_step(texts):
