@@ -40,7 +40,8 @@ int main(int argc, char **argv) {
     Memory memory;
     memset(&memory, 0, sizeof memory);
     Comm comm;
-    comm_init(&comm, &memory, place.rank, ranks, ranks, 300, stream);
+    const CommOptions options = {{1, ranks, 1}, ranks, false, 300, false};
+    comm_init(&comm, &memory, place.rank, &options, NULL, stream);
 
     const size_t elements = (size_t)megabytes * 1000000 / 2, part = elements / (size_t)ranks / 64 * 64;
     char *buffer = (char *)memory_alloc(&memory, MEMORY_GRADIENTS, part * (size_t)ranks * 2);

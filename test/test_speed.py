@@ -26,6 +26,24 @@ def test_steps_fault_no_pages_in(texts, tmp_path, precision):
     assert (many - few) / 20 < 100
 
 
+def test_what_measures_is_built():
+    """dev/bench.sh and scripts/gpu_check.sh need these; they follow the trainer's headers."""
+    made = subprocess.run(["make", "-s", "-C", str(ROOT), "-j2", "DEVICE=cpu", "build/cpu/bench_comm",
+                           "build/cpu/bench_rates"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    process = subprocess.run([ROOT / "build/cpu/bench_comm", "--nproc", "2", "--megabytes", "4"], env=environment(),
+                             capture_output=True, text=True, timeout=120)
+    assert re.search(r"2 ranks.*all_reduce \d+\.\d\d GB/s, reduce_scatter.*all_gather", process.stdout), process.stderr
+
+
+@pytest.mark.full
+def test_timed_operations_and_tables_are_built():
+    made = subprocess.run(["make", "-s", "-C", str(ROOT), "-j2", "DEVICE=cpu", "op_times"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    table = subprocess.run(["/usr/bin/python3", ROOT / "dev/kernel_table.py"], capture_output=True, text=True)
+    assert table.returncode == 0, table.stdout + table.stderr
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_ahead_of_pytorch(precision):
