@@ -116,18 +116,18 @@ static inline void op_times_add(double begin, const char *name, double bytes, do
 
 enum { OP_TIMES_X = sizeof(floatX), OP_TIMES_G = sizeof(gradX) };
 
-#define embedding_forward(ops, out, tokens, wte, wpe, B, T, C, dropout)                                                \
-    do {                                                                                                               \
-        op_times_step();                                                                                               \
-        OP_TIMES(embedding_forward(ops, out, tokens, wte, wpe, B, T, C, dropout), 3.0 * (B) * (T) * (C)*OP_TIMES_X, 0, \
-                 "embedding forward");                                                                                 \
+#define embedding_forward(ops, out, tokens, wte, wpe, B, T, C, vocabulary, dropout)           \
+    do {                                                                                      \
+        op_times_step();                                                                      \
+        OP_TIMES(embedding_forward(ops, out, tokens, wte, wpe, B, T, C, vocabulary, dropout), \
+                 3.0 * (B) * (T) * (C)*OP_TIMES_X, 0, "embedding forward");                   \
     } while (0)
 #define wpe_backward(ops, dwpe, dout, B, T, C, positions, accumulate)       \
     OP_TIMES(wpe_backward(ops, dwpe, dout, B, T, C, positions, accumulate), \
              ((double)(B) * (T)*OP_TIMES_X + (double)(positions)*OP_TIMES_G) * (C), 0, "position embedding backward")
-#define wte_backward(ops, dwte, dout, tokens, B, T, C)                                                                \
-    OP_TIMES(wte_backward(ops, dwte, dout, tokens, B, T, C), (double)(B) * (T) * (C) * (OP_TIMES_X + 2 * OP_TIMES_G), \
-             0, "token embedding backward")
+#define wte_backward(ops, dwte, dout, tokens, B, T, C, vocabulary)       \
+    OP_TIMES(wte_backward(ops, dwte, dout, tokens, B, T, C, vocabulary), \
+             (double)(B) * (T) * (C) * (OP_TIMES_X + 2 * OP_TIMES_G), 0, "token embedding backward")
 #define layernorm_forward(ops, out, mean, rstd, inp, weight, bias, rows, C)                                         \
     OP_TIMES(layernorm_forward(ops, out, mean, rstd, inp, weight, bias, rows, C), 2.0 * (rows) * (C)*OP_TIMES_X, 0, \
              "layer norm forward")
