@@ -70,9 +70,10 @@ typedef struct {
     char *path, *temporary;
     uint64_t file_bytes, file_checksum; // of this rank's
     Error error;
-    int64_t last;                      // step of the newest that was begun, or that the run has come from; -1: none
-    double held_seconds, copied_bytes; // by copies, in all
-    int count;
+    int64_t last;        // step of the newest that was begun, or that the run has come from; -1: none
+    int64_t begun;       // how many, in this run
+    int64_t saved;       // of them complete; on rank 0
+    double held_seconds; // for how long training waited, in all
 } Checkpoints;
 
 // What a unit's part in this rank's file holds.
@@ -236,6 +237,7 @@ static inline void *checkpoint_publish(void *argument) {
         checkpoint_report(cp, error->text);
         return NULL;
     }
+    cp->saved++;
     char name[STEP_NAME];
     step_name(cp->manifest.step, "", name);
     if (!checkpoint_name_latest(log_dir, name, error)) {
@@ -314,6 +316,7 @@ static inline void checkpoint_save(Checkpoints *cp, int64_t step, int64_t bad_st
     const Config *config = cp->config;
     Zero *zero = cp->zero;
     Comm *comm = cp->comm;
+    const double begin = comm_seconds();
     checkpoint_wait(cp);
     cp->last = step;
     memset(&cp->error, 0, sizeof cp->error);
@@ -351,15 +354,11 @@ static inline void checkpoint_save(Checkpoints *cp, int64_t step, int64_t bad_st
         checkpoint_end(cp);
         return;
     }
-    cp->count++;
+    cp->begun++;
     cp->phase = CHECKPOINT_WRITING;
-    const double begin = comm_seconds();
     zero_finish(zero);
     if (config->checkpoint_async) {
-        for (int i = 0; i < cp->n_parts; i++) {
-            checkpoint_copy(cp, i);
-            cp->copied_bytes += (double)cp->parts[i].bytes;
-        }
+        for (int i = 0; i < cp->n_parts; i++) checkpoint_copy(cp, i);
         comm_wait(comm, zero->compute, "the copy of a checkpoint");
         checkpoint_start(cp, checkpoint_write_thread);
     } else {
@@ -571,21 +570,19 @@ static inline size_t unit_transfer(const Unit *from, Held own, const Unit *to, H
         const size_t last = whole ? 0 : (end - 1) / outer;
         TensorRun run;
         for (size_t o = whole ? 0 : piece.global / outer; o <= last && tensor_run(tensor, o, &run); o++) {
-            size_t first = piece.global > run.global ? piece.global : run.global; // global
-            size_t stop = end < run.global + run.count ? end : run.global + run.count;
-            const size_t begin = tensor->offset + run.local; // in the unit, of run.global
-            if (begin + stop < held.first + run.global + 1 || first >= stop) continue;
-            if (begin + first < held.first + run.global) first = held.first + run.global - begin;
-            if (begin + stop > held.first + held.count + run.global) {
-                if (held.first + held.count + run.global <= begin + first) continue;
-                stop = held.first + held.count + run.global - begin;
-            }
-            const size_t at = piece.at + (first - piece.global), count = stop - first;
-            if (at < *low) *low = at;
-            if (at + count > *high) *high = at + count;
+            const size_t first = piece.global > run.global ? piece.global : run.global; // global
+            const size_t stop = end < run.global + run.count ? end : run.global + run.count;
+            if (first >= stop) continue;
+            const size_t begin = tensor->offset + run.local + (first - run.global); // in `to`, of first
+            const size_t held_end = held.first + held.count, begin_end = begin + (stop - first);
+            const size_t at = begin > held.first ? begin : held.first;
+            const size_t at_end = begin_end < held_end ? begin_end : held_end;
+            if (at >= at_end) continue;
+            const size_t source = piece.at + (first - piece.global) + (at - begin), count = at_end - at;
+            if (source < *low) *low = source;
+            if (source + count > *high) *high = source + count;
             if (values != NULL)
-                memcpy(out + (begin + (first - run.global) - held.first), values + (at - values_first),
-                       count * sizeof(float));
+                memcpy(out + (at - held.first), values + (source - values_first), count * sizeof(float));
             found += count;
         }
     }

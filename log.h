@@ -337,7 +337,9 @@ typedef struct {
     Memory memory, planned;
     CommCounts communication, communication_planned; // of one training step
     CommCounts all_ranks, planned_all_ranks;         // the same, summed over ranks
-    double idle_share; // of the time of training steps that ranks waited for other stages: their mean
+    int64_t checkpoints_begun, checkpoints_saved;
+    double checkpoints_held; // seconds that training waited for them
+    double idle_share;       // of the time of training steps that ranks waited for other stages: their mean
 } RunTotals;
 
 // The table of memory by component: allocated, planned, and bytes per padded parameter.
@@ -377,6 +379,11 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         printf("pipeline: planned bubble %.1f %% of the computation, %.1f %% of a step; ranks waited for other stages "
                "for %.1f %% of it\n",
                100 * bubble, 100 * bubble / (1 + bubble), 100 * totals->idle_share);
+    if (totals->checkpoints_begun > 0)
+        printf("checkpoints: %lld of %lld saved, training waited %.1f ms for each, %.2f %% of its time\n",
+               (long long)totals->checkpoints_saved, (long long)totals->checkpoints_begun,
+               1e3 * totals->checkpoints_held / (double)totals->checkpoints_begun,
+               100 * totals->checkpoints_held / (totals->checkpoints_held + log->train_seconds));
     if (log->directory >= 0) {
         printf("written to %s: config.json, metrics.jsonl, summary.json\n", c->log_dir);
         cJSON *root = cJSON_CreateObject();
@@ -403,6 +410,10 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         json_add_exact(root, "mfu", mfu);
         json_add_exact(root, "pipeline_bubble", bubble);
         json_add_exact(root, "pipeline_idle_share", totals->idle_share);
+        cJSON *checkpoints = cJSON_AddObjectToObject(root, "checkpoints");
+        json_add_integer(checkpoints, "begun", (uint64_t)totals->checkpoints_begun);
+        json_add_integer(checkpoints, "saved", (uint64_t)totals->checkpoints_saved);
+        json_add_exact(checkpoints, "held_ms", 1e3 * totals->checkpoints_held);
         json_add_memory(root, "memory_bytes", &totals->memory);
         json_add_memory(root, "memory_planned", &totals->planned);
         json_add_counts(json_add_counts(root, "communication_per_step", &totals->communication), "all_ranks",

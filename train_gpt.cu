@@ -341,6 +341,9 @@ DECLARE_TRAINER(TRAIN) {
     totals.all_ranks = comm_sum_counts(&trainer.comm, &totals.communication);
     totals.planned_all_ranks = comm_sum_counts(&trainer.comm, &totals.communication_planned);
     totals.idle_share = log.train_seconds > 0 ? mean_of_ranks(&trainer.comm, 1e-3 * idle_ms / log.train_seconds) : 0;
+    totals.checkpoints_begun = checkpoints.begun;
+    totals.checkpoints_saved = checkpoints.saved;
+    totals.checkpoints_held = checkpoints.held_seconds;
     totals_of_fullest(&trainer.comm, &totals);
     log_summary(&log, &trainer, &totals);
     if (stopped && log.speaks)

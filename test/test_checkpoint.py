@@ -135,6 +135,7 @@ def test_same_grid_same_bits(train, undisturbed, saved, tmp_path, grid, flags):
     expected = undisturbed(**other)
     run = saved(**flags)
     assert curve(run) == curve(expected)
+    assert run.summary["checkpoints"]["begun"] == run.summary["checkpoints"]["saved"] == 3
     assert checkpoints(run.log_dir) == [name(5), name(10), name(12)]
     assert (run.log_dir / "latest").read_text() == name(12) + "\n"
     log_dir = copy_of(run, tmp_path, drop=(10, 12))
@@ -316,6 +317,7 @@ def test_failure_does_not_end_the_run(train, undisturbed, tmp_path):
         assert curve(run) == curve(expected)
         for step in (8, 12):
             assert run.stderr.count(f"the checkpoint after step {step} was not saved: ") == 1
+        assert run.summary["checkpoints"]["begun"] == 2 and run.summary["checkpoints"]["saved"] == 0
         assert "rank_00000.safetensors: writing at byte" in run.stderr and checkpoints(log_dir) == [name(4)]
         assert (log_dir / "latest").read_text() == name(4) + "\n"
     (log_dir / (name(8) + ".new")).write_text("in the way")  # a directory cannot be made
