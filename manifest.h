@@ -11,7 +11,6 @@
 #define MANIFEST_H
 
 #include <dirent.h>
-#include "comm.h"
 #include "config.h"
 #include "dataset.h"
 #include "files.h"
