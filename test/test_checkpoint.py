@@ -146,6 +146,17 @@ def test_same_grid_same_bits(train, undisturbed, saved, tmp_path, grid, flags):
     assert resumed.summary["steps"] == 12 and resumed.summary["tokens"] == 12 * COMMON["tokens_per_step"]
 
 
+def test_bad_steps_go_on(train, tmp_path):
+    """The run diverges; how many steps in a row were skipped is not forgotten."""
+    wild = dict(GRIDS["ddp1"], learning_rate=1000, min_learning_rate=0, warmup_steps=0, weight_decay=1000, steps=100,
+                max_bad_steps=5, val_every=0, checkpoint_every=1, checkpoint_keep=100)
+    ended = train(tmp_path / "a", expect=1, **wild)
+    assert "5 steps in a row, up to step" in ended.stderr
+    last = len(ended.metrics)
+    resumed = train(tmp_path / "b", expect=1, resume=tmp_path / "a" / name(last - 3), **wild)
+    assert resumed.stderr == ended.stderr and [line["step"] for line in resumed.metrics] == [last - 2, last - 1, last]
+
+
 def test_finished_run_stays_finished(train, saved, tmp_path):
     run = saved(**GRIDS["zero1x2"])
     log_dir = copy_of(run, tmp_path)
