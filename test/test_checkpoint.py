@@ -307,11 +307,16 @@ def test_log_directories(train, saved, undisturbed, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # What is kept
 
-def test_kept(train, tmp_path):
+def test_kept(train, saved, tmp_path):
     train(tmp_path / "a", checkpoint_every=2, checkpoint_keep=1, checkpoint_major_every=4, steps=11)
     assert checkpoints(tmp_path / "a") == [name(4), name(8), name(11)]
     train(tmp_path / "b", checkpoint_every=1, steps=7, checkpoint_async=False)
     assert checkpoints(tmp_path / "b") == [name(6), name(7)]
+    # A damaged one is not what is kept, however new.
+    log_dir = copy_of(saved(**GRIDS["ddp1"]), tmp_path)
+    flip(log_dir / name(12) / "rank_00000.safetensors")
+    train(log_dir, resume="auto", checkpoint_every=1, checkpoint_keep=1, checkpoint_major_every=12, steps=11)
+    assert checkpoints(log_dir) == [name(11)]
 
 
 def limit_files():
