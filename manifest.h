@@ -1,6 +1,6 @@
 // manifest.h: what stands in a checkpoint's manifest.json, and which checkpoints a directory holds.
 //
-//   LOG_DIR/step_00000100/rank_00000.safetensors   a file per rank of the run that wrote it: see checkpoint.h
+//   LOG_DIR/step_00000100/rank_00000.safetensors   a file per rank of the run that wrote it: checkpoint.h
 //   LOG_DIR/step_00000100/manifest.json            says of which run, after which step; sizes and checksums of all
 //   files LOG_DIR/latest                                 a text file: the name of the newest complete one, for scripts
 //
@@ -50,6 +50,18 @@ static inline void manifest_free(Manifest *manifest) {
 
 static inline void step_name(uint64_t step, const char *suffix, char name[STEP_NAME]) {
     snprintf(name, STEP_NAME, "step_%08llu%s", (unsigned long long)step, suffix);
+}
+
+// What is saved of every unit, and the names of its tensors: "block 3.m".
+enum { STATE_PARAMS, STATE_M, STATE_V, STATES };
+
+static inline const char *state_name(int state) {
+    static const char *const names[STATES] = {"params", "m", "v"};
+    return names[state];
+}
+
+static inline void state_tensor_name(const Unit *unit, int state, char name[48]) {
+    snprintf(name, 48, "%s.%s", unit->name, state_name(state));
 }
 
 // DIRECTORY/rank_00007.safetensors, to be freed.

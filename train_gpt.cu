@@ -55,6 +55,7 @@ static inline void inputs_close(Inputs *inputs) {
 #include "log.h"
 #include "plan.h"
 #include "profile.h"
+#include "resume.h"
 
 #if defined(PRECISION_FP32)
 #define TRAIN train_fp32

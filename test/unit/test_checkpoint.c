@@ -1,6 +1,7 @@
 // What checkpoints are made of: checksums, manifests, names, and the way of every element from one grid to another.
 #define PRECISION_FP32
 #include "checkpoint.h"
+#include "resume.h"
 #include "scratch.h"
 
 // The same whatever the pieces that it is fed in; another for any changed bit, length or order.
