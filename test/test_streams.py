@@ -31,7 +31,7 @@ static inline bool fault(const char *name) {
 # or believes that it has called another collective.
 SKIPPED = '    if (fault("skipped") && zero->updates == 3 && zero->comm->rank == 1) return;\n'
 CORRUPTED = '''    if (zero->updates == 3 && zero->comm->rank == 1) {
-        const Unit *block = &zero->layout->units[zero->layout->first_block + 1];
+        const Unit *block = &zero->layout->units[zero->layout->chunks[0].first_unit + 1];
         cuda_check(cudaStreamSynchronize(zero->comm->stream));
         if (fault("parameter")) *(char *)(zero->params + zero_held(zero, block, zero->strategy->shard_params).at) ^= 1;
         if (fault("update")) zero->updates++;

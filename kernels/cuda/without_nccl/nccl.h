@@ -18,6 +18,8 @@ typedef enum {
     ncclInProgress = 7
 } ncclResult_t;
 
+#define NCCL_SPLIT_NOCOLOR -1
+
 typedef enum {
     ncclInt8 = 0,
     ncclUint8 = 1,
@@ -129,6 +131,14 @@ static inline ncclResult_t ncclAllGather(const void *send, void *recv, size_t co
 static inline ncclResult_t ncclBroadcast(const void *send, void *recv, size_t count, ncclDataType_t type, int,
                                          ncclComm_t, cudaStream_t stream) {
     return nccl_copy(send, recv, count, type, stream);
+}
+
+// One rank has nobody to send to.
+static inline ncclResult_t ncclSend(const void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
+    return ncclInvalidUsage;
+}
+static inline ncclResult_t ncclRecv(void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
+    return ncclInvalidUsage;
 }
 
 #endif
