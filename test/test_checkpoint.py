@@ -271,7 +271,8 @@ def test_damage(train, saved, undisturbed, tmp_path):
     for i, (damage, named) in enumerate(DAMAGES.values()):
         log_dir = copy_of(source, tmp_path / str(i))
         damage(log_dir / name(12))
-        refused = train(tmp_path / "refused", expect=2, resume=log_dir / name(12), **GRIDS["ddp2"])
+        refused = train(tmp_path / "refused", expect=2, resume=log_dir / name(12),
+                        **GRIDS["ddp2" if i == 0 else "ddp1"])
         assert name(12) in refused.stderr and named in refused.stderr, refused.stderr
         assert not (tmp_path / "refused").exists()
         if i > 1 and i != 3:
@@ -390,15 +391,16 @@ def gone(pid):
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=full),
                                     pytest.param(signal.SIGUSR1, marks=full)])
 def test_signal_saves(train, undisturbed, texts, tmp_path, number):
-    flags = dict(GRIDS["zero3x2"], steps=400, checkpoint_every=1000, val_every=100)
-    process = start(texts, tmp_path / "log", **flags)
+    flags = dict(GRIDS["zero3x2"], checkpoint_every=1000000, val_every=100)
+    process = start(texts, tmp_path / "log", **{**flags, "steps": 1000000})  # more than it can take before the signal
     wait_for(lambda: lines(tmp_path / "log") > 20)
     process.send_signal(number)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 75, output[-2000:]
     (step,) = checkpoints(tmp_path / "log")
+    flags["steps"] = int(step[5:]) + 10
     resumed = train(tmp_path / "log", resume="auto", **flags)
-    assert f"after step {int(step[5:])};" in resumed.stdout
+    assert f"after step {int(step[5:])}; changed: steps 1000000 -> {flags['steps']}" in resumed.stdout
     del flags["checkpoint_every"]
     assert curve(resumed) == curve(undisturbed(**flags))
 
