@@ -16,6 +16,7 @@
 #include <time.h>
 #include "bootstrap.h"
 #include "error.h"
+#include "layout.h"
 #include "memory.h"
 #include "random.h"
 #include "trace.h"
@@ -54,12 +55,6 @@ typedef struct {
     cudaStream_t stream; // where its collectives run
     TraceTrack track;    // where a trace shows them
 } Group;
-
-// How many ranks each axis has. Rank numbers run fastest along the tensor axis, then data, then pipeline: tensor ranks,
-// who exchange most, are neighbours on a node, and stages, who exchange least, may be on different ones.
-typedef struct {
-    int tensor, data, pipeline;
-} Grid;
 
 // A way between two neighbouring stages: the sender is rank 0 of a group of two. Each has a stream of its own, so that
 // what is sent first arrives first and nothing else waits.

@@ -102,7 +102,7 @@
     O(checkpoint, INTEGER, checkpoint_keep, "2", "[1, 1e9]", "newest checkpoints that are kept") \
     O(checkpoint, INTEGER, checkpoint_major_every, "0", "[0, 1e9]", "steps between checkpoints that are kept for good; 0: none") \
     O(checkpoint, BOOLEAN, checkpoint_async, "true", "", "write checkpoints while training goes on") \
-    O(checkpoint, CHOICE, resume, "never", "never|auto", "auto: go on from the newest checkpoint in log_dir, if any") \
+    O(checkpoint, TEXT, resume, "never", "", "auto: go on from the newest checkpoint in log_dir, if any; or the directory of one") \
     O(checkpoint, TEXT, init_from, "", "", "file of weights to begin with; none: random weights")
 // clang-format on
 
@@ -226,8 +226,9 @@ static inline bool config_check_built(Config *config, Error *error) {
         const char *built;
     } Built;
     static const Built limits[] = {
-        {CONFIG_recompute, "none|full"}, {CONFIG_offload, "none"}, {CONFIG_checkpoint_every, "0"},
-        {CONFIG_resume, "never"},        {CONFIG_init_from, ""},   {CONFIG_checkpoint_major_every, "0"},
+        {CONFIG_recompute, "none|full"},
+        {CONFIG_offload, "none"},
+        {CONFIG_init_from, ""},
     };
     OptionTable table = config_table(config);
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
@@ -451,6 +452,24 @@ static inline bool config_check_sharding(Config *config, int node_ranks, Error *
                         (long long)config->shard_group, (long long)n, legal);
 }
 
+static inline bool config_check_checkpoints(Config *config, Error *error) {
+    const int64_t every = config->checkpoint_every, major = config->checkpoint_major_every;
+    if (config->resume[0] == '\0')
+        return config_error(config, CONFIG_resume, error,
+                            "\"\": never, auto or the directory of a checkpoint is needed");
+    if (strcmp(config->resume, "auto") == 0 && config->log_dir[0] == '\0')
+        return config_error(config, CONFIG_resume, error, "auto looks for checkpoints in log_dir, which is needed");
+    if (every > 0 && config->log_dir[0] == '\0')
+        return config_error(config, CONFIG_checkpoint_every, error,
+                            "checkpoints are written to log_dir, which is needed");
+    if (major > 0 && (every == 0 || major % every != 0))
+        return config_error(config, CONFIG_checkpoint_major_every, error,
+                            "%lld is not a multiple of checkpoint_every %lld: only checkpoints that are written can be "
+                            "kept",
+                            (long long)major, (long long)every);
+    return true;
+}
+
 // Checks options against each other and against the number of ranks (node_ranks of them on a machine), and resolves
 // those that follow from others: afterwards sequence_length, tokens_per_step, min_learning_rate, gradient_dtype and so
 // on are what the run uses.
@@ -473,7 +492,7 @@ static inline bool config_check(Config *config, int world_size, int node_ranks, 
     if (config->trace > config->steps)
         return config_error(config, CONFIG_trace, error, "step %lld is beyond the last, steps is %lld",
                             (long long)config->trace, (long long)config->steps);
-    return true;
+    return config_check_checkpoints(config, error);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

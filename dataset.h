@@ -19,6 +19,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/types.h>
+#include "checksum.h"
 #include "error.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -198,6 +199,49 @@ static inline bool dataset_open(Dataset *data, const char *pattern, Error *error
     }
     data->header_bytes = data->token_bytes == 1 ? 0 : SHARD_HEADER_BYTES;
     if (!ok) dataset_close(data);
+    return ok;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What a data set is known by: its content, not its names
+
+typedef struct {
+    uint64_t bytes, hash;
+} DatasetIdentity;
+
+enum {
+    IDENTITY_SAMPLE = 1 << 16, // bytes
+    IDENTITY_SAMPLES = 128,    // of a file; one that has no more than these is read as a whole: 8 MB
+};
+
+// The size of all files, and a checksum of them in their order: of each its size and its content; of a file above 8 MB
+// 128 samples of 64 KB, evenly spread from its first byte to its last.
+static inline bool dataset_identify(const Dataset *data, DatasetIdentity *identity, Error *error) {
+    char *sample = (char *)data_alloc(1, IDENTITY_SAMPLE);
+    Checksum sum;
+    bool ok = true;
+    checksum_begin(&sum);
+    identity->bytes = 0;
+    for (int i = 0; i < data->count && ok; i++) {
+        const Shard *shard = &data->shards[i];
+        const int fd = shard_open(shard, error);
+        ok = fd >= 0;
+        identity->bytes += (uint64_t)shard->bytes;
+        checksum_add(&sum, &shard->bytes, sizeof shard->bytes);
+        const int64_t all = (shard->bytes + IDENTITY_SAMPLE - 1) / IDENTITY_SAMPLE,
+                      last = shard->bytes - IDENTITY_SAMPLE;
+        for (int64_t k = 0; k < all && k < IDENTITY_SAMPLES && ok; k++) {
+            const bool whole = all <= IDENTITY_SAMPLES;
+            const int64_t first = whole ? k * IDENTITY_SAMPLE : last / (IDENTITY_SAMPLES - 1) * k;
+            const int64_t at = !whole && k == IDENTITY_SAMPLES - 1 ? last : first, left = shard->bytes - at;
+            const size_t count = left < IDENTITY_SAMPLE ? (size_t)left : (size_t)IDENTITY_SAMPLE;
+            ok = shard_pread(fd, shard, sample, count, at, error);
+            if (ok) checksum_add(&sum, sample, count);
+        }
+        if (fd >= 0) close(fd);
+    }
+    identity->hash = checksum_value(&sum);
+    free(sample);
     return ok;
 }
 

@@ -12,6 +12,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/types.h>
+#include "checksum.h"
 #include "error.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -77,12 +78,14 @@ typedef struct {
     char *path;
     int fd;          // -1: not open
     int64_t written; // bytes so far
+    Checksum checksum;
     bool failed;
 } OutputFile;
 
 // Creates a file, or empties it. After that output_finish() must be called, also when writing fails.
 static inline bool output_open(OutputFile *file, const char *path, Error *error) {
     file->written = 0;
+    checksum_begin(&file->checksum);
     file->path = strdup(path);
     if (file->path == NULL) die("no memory to write %s", path);
     file->fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
@@ -101,6 +104,7 @@ static inline bool output_write(OutputFile *file, const void *data, size_t bytes
             error_set(error, "%s: writing at byte %lld failed: %s", file->path, (long long)file->written,
                       put == 0 ? "nothing was taken" : strerror(errno));
         } else {
+            checksum_add(&file->checksum, (const char *)data + done, (size_t)put);
             done += (size_t)put;
             file->written += put;
         }

@@ -31,6 +31,12 @@ typedef struct {
     int vocab_size;     // V
 } ModelShape;
 
+// How many ranks each axis has. Rank numbers run fastest along the tensor axis, then data, then pipeline: tensor ranks,
+// who exchange most, are neighbours on a node, and stages, who exchange least, may be on different ones.
+typedef struct {
+    int tensor, data, pipeline;
+} Grid;
+
 // How the model is cut, and which part a rank holds. The blocks are cut into P V stages of consecutive ones; rank p of
 // the pipeline holds stages p, p + P, ..., p + (V - 1) P: its chunks.
 typedef struct {

@@ -2,7 +2,8 @@
 //
 // Rank 0 prints progress, and with a log directory writes config.json (the complete resolved configuration),
 // metrics.jsonl (an object a line, floats with enough digits to be exact) and, at the end, summary.json. The directory
-// is locked while a run writes to it. Files of an earlier run in the same directory are replaced.
+// is locked while a run writes to it. Files of an earlier run in the same directory are replaced, but for the metrics
+// of a run that goes on from a checkpoint: those up to its step stay.
 #ifndef LOG_H
 #define LOG_H
 
@@ -26,8 +27,10 @@ typedef struct {
     bool speaks;               // rank 0
     int directory;             // open and locked, or -1
     FILE *metrics;             // or NULL
+    bool failing;              // its last lines are not in the file yet
+    int64_t first_step;        // steps taken before this run, which went on from a checkpoint
     double started, last_line; // seconds
-    float *step_ms;            // of every step so far
+    float *step_ms;            // of every step of this run so far
     int64_t steps;
     double train_seconds;            // spent in steps: without evaluation and samples
     double last_loss, last_val_loss; // NaN while there is none
@@ -83,8 +86,28 @@ static inline FILE *log_create(const Log *log, const char *name, Error *error) {
     return stream;
 }
 
-// Opens and locks the directory and opens its files. config.json comes last: until then an earlier run's is untouched.
-static inline bool log_open_files(Log *log, Error *error) {
+// Opens metrics.jsonl for lines that follow its first `bytes` bytes.
+static inline bool log_continue(Log *log, int64_t bytes, Error *error) {
+    const char *directory = log->config->log_dir;
+    const int file = openat(log->directory, "metrics.jsonl", O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    struct stat status;
+    const bool ok = file >= 0 && fstat(file, &status) == 0;
+    if (ok && (int64_t)status.st_size < bytes)
+        fprintf(stderr, "train_gpt: %s/metrics.jsonl has %lld of the %lld bytes that it had at the checkpoint\n",
+                directory, (long long)status.st_size, (long long)bytes);
+    if (!ok || ((int64_t)status.st_size > bytes && ftruncate(file, (off_t)bytes) != 0) ||
+        (log->metrics = fdopen(file, "a")) == NULL || fseeko(log->metrics, 0, SEEK_END) != 0) {
+        error_set(error, "log_dir: cannot write %s/metrics.jsonl: %s", directory, strerror(errno));
+        if (file >= 0 && log->metrics == NULL) close(file);
+        return false;
+    }
+    return true;
+}
+
+// Opens and locks the directory and opens its files. config.json comes last: until then an earlier run's is untouched;
+// but for metrics to go on with, which are cut when nothing else can fail. metrics_bytes: of them stay; -1: the log
+// begins anew.
+static inline bool log_open_files(Log *log, int64_t metrics_bytes, Error *error) {
     const char *directory = log->config->log_dir;
     log->directory = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (log->directory < 0) return error_set(error, "log_dir: cannot open %s: %s", directory, strerror(errno));
@@ -94,19 +117,23 @@ static inline bool log_open_files(Log *log, Error *error) {
     // Of an earlier run: this one is not finished.
     if (unlinkat(log->directory, "summary.json", 0) != 0 && errno != ENOENT)
         return error_set(error, "log_dir: cannot replace %s/summary.json: %s", directory, strerror(errno));
-    log->metrics = log_create(log, "metrics.jsonl", error);
-    if (log->metrics == NULL) return false;
+    if (metrics_bytes < 0 && (log->metrics = log_create(log, "metrics.jsonl", error)) == NULL) return false;
     char path[OPTION_TEXT_SIZE + 16];
     snprintf(path, sizeof path, "%s/config.json", directory);
-    return config_write(log->config, path, error);
+    if (!config_write(log->config, path, error)) return false;
+    if (metrics_bytes >= 0 && !log_continue(log, metrics_bytes, error)) return false;
+    setvbuf(log->metrics, NULL, _IOFBF, 1 << 20); // room for many lines while the disk is full
+    return true;
 }
 
-// Opens the log of a run of `steps` steps; on rank 0 makes and locks the directory, if there is one, and writes
-// config.json there.
-static inline bool log_open(Log *log, const Config *config, int rank, Error *error) {
+// Opens the log of a run that has taken first_step of its steps; on rank 0 makes and locks the directory, if there is
+// one, and writes config.json there. metrics_bytes: of its metrics that stay; -1: the log begins anew.
+static inline bool log_open(Log *log, const Config *config, int rank, int64_t first_step, int64_t metrics_bytes,
+                            Error *error) {
     memset(log, 0, sizeof *log);
     log->config = config;
     log->speaks = rank == 0;
+    log->first_step = first_step;
     log->directory = -1;
     log->started = log->last_line = now_seconds();
     log->last_loss = log->last_val_loss = log->peak_tokens_per_second = NAN;
@@ -114,13 +141,33 @@ static inline bool log_open(Log *log, const Config *config, int rank, Error *err
     if (log->step_ms == NULL) return error_set(error, "steps: no room for the times of %lld", (long long)config->steps);
     if (!log->speaks || config->log_dir[0] == '\0') return true;
     size_t before = 0;
-    if (make_directories(config->log_dir, &before, error) && log_open_files(log, error)) return true;
-    if (log->metrics != NULL) {
+    if (make_directories(config->log_dir, &before, error) && log_open_files(log, metrics_bytes, error)) return true;
+    if (log->metrics != NULL && metrics_bytes < 0) {
         fclose(log->metrics);
         unlinkat(log->directory, "metrics.jsonl", 0); // still empty
     }
     remove_directories(config->log_dir, before);
     return false;
+}
+
+// Hands a line of metrics to the system. A full disk does not end the run: the lines wait in memory, and this is said
+// once.
+static inline void log_flush(Log *log) {
+    const bool failed = fflush(log->metrics) != 0;
+    if (failed && !log->failing) {
+        const int reason = errno;
+        fflush(stdout);
+        fprintf(stderr,
+                "train_gpt: cannot write %s/metrics.jsonl: %s; training goes on, the lines are kept in memory\n",
+                log->config->log_dir, strerror(reason));
+    }
+    if (failed) clearerr(log->metrics);
+    log->failing = failed;
+}
+
+// Bytes of metrics.jsonl so far; 0 where this rank writes none.
+static inline int64_t log_position(Log *log) {
+    return log->metrics == NULL ? 0 : (int64_t)ftello(log->metrics);
 }
 
 static inline void log_close(Log *log) {
@@ -202,7 +249,7 @@ static inline void log_step(Log *log, int64_t step, const StepResult *result, do
                 (long long)step, json_float(loss, f[0], sizeof f[0]), json_float(result->grad_norm, f[1], sizeof f[1]),
                 json_float(lr, f[2], sizeof f[2]), json_float(seconds * 1e3, f[3], sizeof f[3]),
                 json_float(tokens_per_second, f[4], sizeof f[4]), json_float(mfu, f[5], sizeof f[5]));
-        if (fflush(log->metrics) != 0) die("cannot write %s/metrics.jsonl: %s", c->log_dir, strerror(errno));
+        log_flush(log);
     }
     // A line every two seconds, or every log_every steps; the first and the last always.
     const double now = now_seconds();
@@ -231,7 +278,7 @@ static inline void log_validation(Log *log, int64_t step, double val_loss, doubl
     if (log->metrics != NULL) {
         fprintf(log->metrics, "{\"step\": %lld, \"val_loss\": %s}\n", (long long)step,
                 json_float(val_loss, f, sizeof f));
-        if (fflush(log->metrics) != 0) die("cannot write %s/metrics.jsonl: %s", log->config->log_dir, strerror(errno));
+        log_flush(log);
     }
     printf("step %lld: validation loss %.4f (%.1f s)\n", (long long)step, val_loss, seconds);
     fflush(stdout);
@@ -290,7 +337,9 @@ typedef struct {
     Memory memory, planned;
     CommCounts communication, communication_planned; // of one training step
     CommCounts all_ranks, planned_all_ranks;         // the same, summed over ranks
-    double idle_share; // of the time of training steps that ranks waited for other stages: their mean
+    int64_t checkpoints_begun, checkpoints_saved;
+    double checkpoints_held; // seconds that training waited for them
+    double idle_share;       // of the time of training steps that ranks waited for other stages: their mean
 } RunTotals;
 
 // The table of memory by component: allocated, planned, and bytes per padded parameter.
@@ -330,6 +379,11 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         printf("pipeline: planned bubble %.1f %% of the computation, %.1f %% of a step; ranks waited for other stages "
                "for %.1f %% of it\n",
                100 * bubble, 100 * bubble / (1 + bubble), 100 * totals->idle_share);
+    if (totals->checkpoints_begun > 0)
+        printf("checkpoints: %lld of %lld saved, training waited %.1f ms for each, %.2f %% of its time\n",
+               (long long)totals->checkpoints_saved, (long long)totals->checkpoints_begun,
+               1e3 * totals->checkpoints_held / (double)totals->checkpoints_begun,
+               100 * totals->checkpoints_held / (totals->checkpoints_held + log->train_seconds));
     if (log->directory >= 0) {
         printf("written to %s: config.json, metrics.jsonl, summary.json\n", c->log_dir);
         cJSON *root = cJSON_CreateObject();
@@ -342,8 +396,8 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         json_add_integer(root, "tensor_parallel", (uint64_t)c->tensor_parallel);
         json_add_integer(root, "pipeline_parallel", (uint64_t)c->pipeline_parallel);
         cJSON_AddStringToObject(root, "precision", c->precision);
-        json_add_integer(root, "steps", (uint64_t)log->steps);
-        json_add_integer(root, "tokens", (uint64_t)(log->steps * c->tokens_per_step));
+        json_add_integer(root, "steps", (uint64_t)(log->first_step + log->steps));
+        json_add_integer(root, "tokens", (uint64_t)((log->first_step + log->steps) * c->tokens_per_step));
         json_add_exact(root, "final_train_loss", log->last_loss);
         json_add_exact(root, "final_val_loss", log->last_val_loss);
         snprintf(a, sizeof a, "%016llx", (unsigned long long)totals->params_hash);
@@ -356,6 +410,10 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         json_add_exact(root, "mfu", mfu);
         json_add_exact(root, "pipeline_bubble", bubble);
         json_add_exact(root, "pipeline_idle_share", totals->idle_share);
+        cJSON *checkpoints = cJSON_AddObjectToObject(root, "checkpoints");
+        json_add_integer(checkpoints, "begun", (uint64_t)totals->checkpoints_begun);
+        json_add_integer(checkpoints, "saved", (uint64_t)totals->checkpoints_saved);
+        json_add_exact(checkpoints, "held_ms", 1e3 * totals->checkpoints_held);
         json_add_memory(root, "memory_bytes", &totals->memory);
         json_add_memory(root, "memory_planned", &totals->planned);
         json_add_counts(json_add_counts(root, "communication_per_step", &totals->communication), "all_ranks",

@@ -51,9 +51,11 @@ static inline void inputs_close(Inputs *inputs) {
 
 #if defined(PRECISION_FP32) || defined(PRECISION_BF16) || defined(PRECISION_BF16_GRADFP32)
 
+#include "checkpoint.h"
 #include "log.h"
 #include "plan.h"
 #include "profile.h"
+#include "resume.h"
 
 #if defined(PRECISION_FP32)
 #define TRAIN train_fp32
@@ -159,6 +161,37 @@ static void totals_of_fullest(Comm *comm, RunTotals *totals) {
     comm_broadcast(comm, fullest, &totals->padded_parameters, sizeof totals->padded_parameters);
 }
 
+// Finds what the run goes on from, if it does, before anything is written. data: of the training data, where a
+// checkpoint is read or written.
+static void resume_or_begin(Resume *resume, DatasetIdentity *data, const Config *config, const Dataset *train,
+                            Comm *comm) {
+    Error error = {""};
+    const bool used = config->checkpoint_every > 0 || strcmp(config->resume, "never") != 0;
+    if (used && comm->rank == 0) dataset_identify(train, data, &error);
+    if (!comm_agree(comm, &error)) comm_die_together(comm, EXIT_INPUT, "%s", error.text);
+    comm_broadcast(comm, 0, data, sizeof *data);
+    if (resume_find(resume, config, comm, data, &error) && comm->rank == 0)
+        resume_check_log_dir(resume, config, &error);
+    if (!comm_agree(comm, &error)) comm_die_together(comm, EXIT_INPUT, "%s", error.text);
+}
+
+static void print_checkpoints(const Checkpoints *checkpoints, const Resume *resume) {
+    const Config *config = checkpoints->config;
+    if (config->checkpoint_every == 0 && resume->path == NULL) return;
+    if (config->checkpoint_every > 0)
+        printf("save     a checkpoint every %lld steps, %.1f MB of host memory a rank for %s\n",
+               (long long)config->checkpoint_every, (double)checkpoints->snapshot_bytes / 1e6,
+               config->checkpoint_async ? "the snapshot" : "the copy");
+    if (resume->path != NULL) {
+        char *changes = manifest_changes(&resume->manifest, config);
+        printf("resumed  from %s, after step %llu; %s%s\n", resume->path, (unsigned long long)resume->manifest.step,
+               changes[0] != '\0' ? "changed: " : "nothing is changed", changes);
+        free(changes);
+    }
+    printf("\n");
+    fflush(stdout);
+}
+
 DECLARE_TRAINER(TRAIN) {
     Error error = {""};
     error_identify(place->rank, place->world_size);
@@ -192,13 +225,26 @@ DECLARE_TRAINER(TRAIN) {
         ok = validation_open(&validation, &inputs.val, T, B, val_windows(config), trainer.comm.data.rank, ranks, V,
                              &error);
     if (!comm_agree(&trainer.comm, &error)) comm_die_together(&trainer.comm, EXIT_INPUT, "%s", error.text);
-    log_open(&log, config, place->rank, &error);
+    DatasetIdentity data = {0, 0};
+    Resume resume;
+    resume_or_begin(&resume, &data, config, &inputs.train, &trainer.comm);
+    const Manifest *from = resume.path != NULL ? &resume.manifest : NULL;
+    log_open(&log, config, place->rank, from != NULL ? (int64_t)from->step : 0,
+             resume.own ? (int64_t)from->log_bytes : -1, &error);
     if (!comm_agree(&trainer.comm, &error)) comm_die_together(&trainer.comm, EXIT_INPUT, "%s", error.text);
-    zero_init_params(&trainer.zero);
+    if (log.speaks) resume_clear_log_dir(&resume, config);
+    if (from == NULL)
+        zero_init_params(&trainer.zero);
+    else
+        zero_load(&trainer.zero, &resume, &error);
+    if (!comm_agree(&trainer.comm, &error)) comm_die_together(&trainer.comm, EXIT_INPUT, "%s", error.text);
+    Checkpoints checkpoints;
+    checkpoints_open(&checkpoints, config, &trainer.zero, &data, log.metrics != NULL ? fileno(log.metrics) : -1);
     struct cudaDeviceProp device;
     cuda_check(cudaGetDeviceProperties(&device, device_number));
     log_header(&log, &trainer, device.name, place_threads(), inputs.train.tokens,
                inputs.validates ? validation.tokens : 0);
+    if (log.speaks) print_checkpoints(&checkpoints, &resume);
 
     AdamW hyper;
     memset(&hyper, 0, sizeof hyper);
@@ -210,7 +256,13 @@ DECLARE_TRAINER(TRAIN) {
     RunTotals totals;
     memset(&totals, 0, sizeof totals);
     Trace trace;
-    int64_t step = 0, bad_steps = 0;
+    int64_t step = 0, bad_steps = 0, log_bytes = log_position(&log); // of the lines up to this step
+    if (from != NULL) {
+        step = (int64_t)from->step;
+        bad_steps = (int64_t)from->bad_steps;
+        log.last_loss = from->train_loss;
+        if (resume.own) checkpoints.last = step;
+    }
     double idle_ms = 0; // of this rank, in all steps
     bool stopped = false;
     for (;; step++) {
@@ -273,7 +325,14 @@ DECLARE_TRAINER(TRAIN) {
                               "says how many such steps are skipped",
                               (long long)bad_steps, (long long)step + 1);
         stopped = result.stop;
+        log_bytes = log_position(&log);
+        checkpoint_poll(&checkpoints);
+        if (config->checkpoint_every > 0 && ((step + 1) % config->checkpoint_every == 0 || step + 1 == config->steps))
+            checkpoint_save(&checkpoints, step + 1, bad_steps, log_bytes, log.last_loss);
     }
+    if (config->checkpoint_every > 0 && stopped && checkpoints.last != step)
+        checkpoint_save(&checkpoints, step, bad_steps, log_bytes, log.last_loss);
+    checkpoint_wait(&checkpoints);
 
     totals.params_hash = zero_params_hash(&trainer.zero);
     totals.memory = trainer.memory;
@@ -283,6 +342,9 @@ DECLARE_TRAINER(TRAIN) {
     totals.all_ranks = comm_sum_counts(&trainer.comm, &totals.communication);
     totals.planned_all_ranks = comm_sum_counts(&trainer.comm, &totals.communication_planned);
     totals.idle_share = log.train_seconds > 0 ? mean_of_ranks(&trainer.comm, 1e-3 * idle_ms / log.train_seconds) : 0;
+    totals.checkpoints_begun = checkpoints.begun;
+    totals.checkpoints_saved = checkpoints.saved;
+    totals.checkpoints_held = checkpoints.held_seconds;
     totals_of_fullest(&trainer.comm, &totals);
     log_summary(&log, &trainer, &totals);
     if (stopped && log.speaks)
@@ -290,6 +352,8 @@ DECLARE_TRAINER(TRAIN) {
     fflush(stdout); // the first rank to exit with a code that is not 0 ends the others
     comm_barrier(&trainer.comm);
     log_close(&log);
+    checkpoints_close(&checkpoints);
+    resume_free(&resume);
     loader_close(&loader);
     if (inputs.validates) validation_close(&validation);
     inputs_close(&inputs);
@@ -373,6 +437,7 @@ static void open_standard_streams(void) {
 int main(int argc, char **argv) {
     open_standard_streams();
     signal(SIGPIPE, SIG_IGN); // whoever reads the progress may leave: the run goes on
+    signal(SIGXFSZ, SIG_IGN); // a file that may not grow is an error of its writing
     spin_briefly(argv);
     keep_heap();
     if (argc == 1) {

@@ -105,6 +105,18 @@ def test_recomputing_and_prefetching_change_no_bit(train):
     assert curve(other) == curve(plain)
 
 
+def test_checkpoints_under_any_order_of_streams(train):
+    """What is saved is the state after its step, whatever the streams still have to do, and what is loaded is used."""
+    flags = dict(precision="bf16", strategy="zero1", nproc=2, micro_batch=1, tokens_per_step=33 * 4, steps=4)
+    eager = train("emulator", **flags)
+    saved = train("emulator", "latest", **flags, checkpoint_every=2)
+    assert curve(saved) == curve(eager)
+    resumed = train("emulator", "random:1", **flags, resume=str(saved.log_dir / "step_00000002"))
+    assert [line["step"] for line in resumed.metrics] == [3, 4, 4]
+    assert curve(resumed) == curve(eager)[-3:]
+    assert resumed.summary["params_hash"] == eager.summary["params_hash"]
+
+
 def test_the_program_says_which_device_it_is(emulated):
     process = subprocess.run([str(emulated), "--help"], capture_output=True, text=True, env=environment())
     assert process.returncode == 0 and "--matmul-tune" in process.stdout

@@ -56,7 +56,23 @@ def shard(magic, version, width, tokens):
     return struct.pack("<256i", magic, version, len(tokens), *([0] * 253)) + struct.pack(f"<{len(tokens)}{width}", *tokens)
 
 
+def manifest(tensor=1, data=1, pipeline=1, group=1, **more):
+    one = {"bytes": 100, "checksum": "0123456789abcdef"}
+    return json.dumps({
+        "format": 1, "step": 9, "updates": 9, "bad_steps": 0, "log_bytes": 99,
+        "model": {"n_layer": 4, "n_head": 4, "n_embd": 8, "context_length": 4, "vocab_size": 5},
+        "grid": {"tensor_parallel": tensor, "data_parallel": data, "pipeline_parallel": pipeline, "pipeline_chunks": 1,
+                 "shard_group": group},
+        "data": {"bytes": 7, "seed": 1, "tokens_per_step": 8, "sequence_length": 4, "hash": "fedcba9876543210"},
+        "files": [one] * (tensor * data * pipeline), "config": {"run": {"steps": 5}}, **more}).encode()
+
+
 CORPUS = {
+    "manifest": {
+        "one": manifest(train_loss=0.25),
+        "many": manifest(tensor=2, data=4, pipeline=2, group=2),
+        "wrong": manifest(data=3, group=2),
+    },
     "safetensors": {
         "none": safetensors({}),
         "two": safetensors({"a": ("F32", [2, 3]), "b.weight": ("BF16", [5])}, {"format": "pt"}),

@@ -320,15 +320,30 @@ static void test_profile_steps(void **state) {
 static void test_not_built(void **state) {
     (void)state;
     static const char *const flags[][3] = {
-        {"--recompute", "block", "only none|full"}, {"--offload", "optimizer", "only none"},
-        {"--checkpoint-every", "5", "only 0"},      {"--resume", "auto", "only never"},
-        {"--init-from", "w", "only none"},          {"--checkpoint-major-every", "5", "only 0"},
+        {"--recompute", "block", "only none|full"},
+        {"--offload", "optimizer", "only none"},
+        {"--init-from", "w", "only none"},
     };
     for (size_t i = 0; i < sizeof flags / sizeof flags[0]; i++) {
         char parts[128];
         snprintf(parts, sizeof parts, "%s|: %s is not built yet|%s", flags[i][0], flags[i][1], flags[i][2]);
         refused(1, NULL, FLAGS(DATA, flags[i][0], flags[i][1]), parts);
     }
+}
+
+// Checkpoints stand in log_dir; what is kept for good is what is written.
+static void test_checkpoints(void **state) {
+    (void)state;
+    accepted(1, NULL, FLAGS(DATA, "--log-dir", "d", "--checkpoint-every", "5", "--checkpoint-major-every", "10"));
+    accepted(1, NULL, FLAGS(DATA, "--log-dir", "d", "--resume", "auto"));
+    accepted(1, NULL, FLAGS(DATA, "--resume", "d/step_00000005"));
+    assert_string_equal(config.resume, "d/step_00000005");
+    refused(1, NULL, FLAGS(DATA, "--checkpoint-every", "5"), "--checkpoint-every|log_dir, which is needed");
+    refused(1, NULL, FLAGS(DATA, "--resume", "auto"), "--resume|log_dir, which is needed");
+    refused(1, NULL, FLAGS(DATA, "--resume", ""), "--resume|never, auto or the directory");
+    refused(1, NULL, FLAGS(DATA, "--log-dir", "d", "--checkpoint-every", "5", "--checkpoint-major-every", "12"),
+            "--checkpoint-major-every|12 is not a multiple of checkpoint_every 5");
+    refused(1, NULL, FLAGS(DATA, "--checkpoint-major-every", "5"), "--checkpoint-major-every|not a multiple");
 }
 
 // Grids of ranks: what follows, and what is refused, with what would be right.
@@ -487,14 +502,14 @@ static int tear_down(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_defaults),        cmocka_unit_test(test_presets),
-        cmocka_unit_test(test_precedence),      cmocka_unit_test(test_bad_values_in_files),
-        cmocka_unit_test(test_bad_files),       cmocka_unit_test(test_bad_flags),
-        cmocka_unit_test(test_cross_checks),    cmocka_unit_test(test_sharding),
-        cmocka_unit_test(test_profile_steps),   cmocka_unit_test(test_not_built),
-        cmocka_unit_test(test_grids),           cmocka_unit_test(test_round_trip),
-        cmocka_unit_test(test_keys_are_unique), cmocka_unit_test(test_help),
-        cmocka_unit_test(test_learning_rate),
+        cmocka_unit_test(test_defaults),      cmocka_unit_test(test_presets),
+        cmocka_unit_test(test_precedence),    cmocka_unit_test(test_bad_values_in_files),
+        cmocka_unit_test(test_bad_files),     cmocka_unit_test(test_bad_flags),
+        cmocka_unit_test(test_cross_checks),  cmocka_unit_test(test_sharding),
+        cmocka_unit_test(test_profile_steps), cmocka_unit_test(test_not_built),
+        cmocka_unit_test(test_checkpoints),   cmocka_unit_test(test_grids),
+        cmocka_unit_test(test_round_trip),    cmocka_unit_test(test_keys_are_unique),
+        cmocka_unit_test(test_help),          cmocka_unit_test(test_learning_rate),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }
