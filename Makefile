@@ -204,6 +204,9 @@ $(BUILD)/test/%: test/unit/%.c Makefile | $(BUILD)/test
 # Kernels against the CPU's operations: DEVICE=emulator and cuda.
 include $(wildcard test/kernels/rules.mk)
 
+# Readers of foreign files, under libFuzzer: make fuzz.
+include $(wildcard test/fuzz/rules.mk)
+
 test:
 	bash scripts/test.sh
 
