@@ -116,7 +116,6 @@ typedef struct {
     Chunk *chunks;
     size_t parameters; // of the whole model, without any padding
     size_t size;       // padded_parameters: the sum of this rank's padded units
-    size_t max_block_size;
 } Layout;
 
 static inline size_t round_up(size_t n, size_t multiple) {
@@ -192,7 +191,6 @@ static inline void layout_close_unit(Layout *layout, Unit *unit) {
         unit->replicated = unit->tensors[t].offset;
     unit->offset = layout->size;
     layout->size += unit->size;
-    if (unit->kind == UNIT_BLOCK && unit->size > layout->max_block_size) layout->max_block_size = unit->size;
 }
 
 // The number of parameters of a model: (V + T) C + L (12 C^2 + 13 C) + 2 C.

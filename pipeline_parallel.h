@@ -20,6 +20,7 @@
 typedef struct {
     bool backward;
     int chunk, micro;
+    int nth; // of the rank's forwards, or of its backwards
 } PipelineItem;
 
 // Item `index` of the forwards (or backwards) of a rank, in their order: P micro-batches pass through the first chunk,
@@ -28,6 +29,7 @@ static inline PipelineItem pipeline_nth(int P, int V, bool backward, int index) 
     const int group = index / (P * V), within = index % (P * V);
     PipelineItem item;
     item.backward = backward;
+    item.nth = index;
     item.chunk = V == 1 ? 0 : backward ? V - 1 - within / P : within / P;
     item.micro = V == 1 ? index : group * P + within % P;
     return item;
@@ -77,10 +79,8 @@ typedef struct {
 } Pipeline;
 
 // Which dx buffer a backward item uses: they take turns.
-static inline int pipeline_gradient_buffer(const Pipeline *pipeline, int item) {
-    int backwards = 0;
-    for (int i = 0; i < item; i++) backwards += pipeline->items[i].backward;
-    return backwards % 2;
+static inline int pipeline_gradient_buffer(const PipelineItem *item) {
+    return item->nth % 2;
 }
 
 static inline cudaEvent_t *pipeline_events(int n, unsigned flags) {
@@ -210,7 +210,7 @@ static inline void pipeline_post(Pipeline *pipeline, int i, const MicroBatch *ba
     GPT *model = pipeline->model;
     const Group *channel = &pipeline->comm->channels[item->backward ? BACKWARD_IN : FORWARD_IN];
     if (item->backward) {
-        const int buffer = pipeline_gradient_buffer(pipeline, i);
+        const int buffer = pipeline_gradient_buffer(item);
         pipeline_wait(pipeline, channel->stream, &pipeline->gradient_sent[buffer]);
         comm_recv(pipeline->comm, channel, model->dx[buffer], pipeline_count(pipeline, batch), activation_type());
         pipeline_record(pipeline, &pipeline->gradient_received[buffer], channel->stream);
@@ -243,7 +243,7 @@ static inline void pipeline_run(Pipeline *pipeline, int i, MicroBatch *batch) {
     GPT *model = pipeline->model;
     cudaStream_t compute = model->zero->compute;
     const int slot = pipeline_slot(pipeline, item);
-    const int buffer = item->backward ? pipeline_gradient_buffer(pipeline, i) : 0;
+    const int buffer = item->backward ? pipeline_gradient_buffer(item) : 0;
     const bool receives = pipeline_receives(pipeline, item), sends = pipeline_sends(pipeline, item);
     floatX *dx = model->dx[buffer];
     batch->micro = item->micro;
