@@ -1,8 +1,7 @@
-// launch.h: a process's place among the ranks, starting the ranks of this machine, and stopping in time.
+// launch.h: starting the ranks of this machine, and stopping in time.
 //
-// A rank learns its place from the variables of whatever started it: Open MPI's mpirun, srun, MPICH's mpirun, or
-// RANK and WORLD_SIZE as torchrun sets them. `--nproc N` at a prompt starts nothing by hand: launch_ranks() runs Open
-// MPI's mpirun on this machine, passes signals on and returns the run's own exit code.
+// `--nproc N` at a prompt starts nothing by hand: launch_ranks() runs Open MPI's mpirun on this machine, passes signals
+// on and returns the run's own exit code.
 //
 // Stopping: SIGTERM, SIGINT or SIGUSR1 ask a rank to end after its step with EXIT_STOPPED. The launcher turns all three
 // into SIGUSR1, which mpirun hands to the ranks, and repeats it every second, as mpirun loses what arrives while it
@@ -16,7 +15,6 @@
 #include <fcntl.h>
 #include <ftw.h>
 #include <limits.h>
-#include <omp.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
@@ -28,122 +26,7 @@
 #include "cpu/machine.h"
 #include "error.h"
 #include "mpirun_output.h"
-
-typedef struct {
-    int rank, world_size;
-    int local_rank, local_size; // among the ranks of this machine
-    bool launched;              // one of several ranks that something else started; else free to start some
-} Place;
-
-// Set to the launcher's process id in the ranks that launch_ranks() starts.
-#define LAUNCH_MARK "TRAIN_GPT_LAUNCHER"
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The place
-
-// Reads a whole number from low to high from a variable. What may follow it: SLURM_STEP_TASKS_PER_NODE has a tail,
-// "2(x3),1" for two tasks on each of three nodes and one on the next; the first node's number is taken.
-static inline bool place_number(const char *variable, int low, int high, const char *tail, int *number, Error *error) {
-    const char *text = getenv(variable);
-    if (text == NULL) return error_set(error, "%s is not set, though other variables of a rank are", variable);
-    char *end = NULL;
-    errno = 0;
-    long long value = strtoll(text, &end, 10);
-    if (end == text || (*end != '\0' && strchr(tail, *end) == NULL) || errno != 0 || value < low || value > high)
-        return error_set(error, "%s is \"%.40s\", a whole number from %d to %d is needed", variable, text, low, high);
-    *number = (int)value;
-    return true;
-}
-
-// What a launcher calls a rank's numbers. The local ones may be missing (NULL): one machine.
-typedef struct {
-    const char *rank, *world_size, *local_rank, *local_size;
-} PlaceVariables;
-
-static inline const PlaceVariables *place_variables(Error *error) {
-    static const PlaceVariables open_mpi = {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-                                            "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"};
-    static const PlaceVariables slurm = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
-                                         "SLURM_STEP_TASKS_PER_NODE"};
-    static const PlaceVariables pmi = {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"};
-    static const PlaceVariables torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
-    if (getenv("OMPI_COMM_WORLD_RANK") != NULL) return &open_mpi;
-    // A batch script's own shell has SLURM_PROCID too. What srun starts with MPI support also has a rank in PMI or
-    // PMIx.
-    bool step = getenv("SLURM_PROCID") != NULL && getenv("SLURM_STEP_NUM_TASKS") != NULL;
-    if (step && (getenv("PMIX_RANK") != NULL || getenv("PMI_RANK") != NULL)) return &slurm;
-    int tasks = 1;
-    if (step && place_number("SLURM_STEP_NUM_TASKS", 1, INT_MAX, "", &tasks, error) && tasks > 1)
-        error_set(error, "srun started %d tasks without MPI support, so they cannot meet; use srun --mpi=pmix", tasks);
-    if (getenv("PMI_RANK") != NULL && getenv("PMI_SIZE") != NULL) return &pmi;
-    if (getenv("RANK") != NULL && getenv("WORLD_SIZE") != NULL) return &torchrun;
-    return NULL;
-}
-
-// This process's place. One of several ranks is made known to error.h, and dies with what started it.
-// error->text is set where the variables make no sense.
-static inline Place place_from_environment(Error *error) {
-    Place place = {0, 1, 0, 1, false};
-    const PlaceVariables *names = place_variables(error);
-    if (names == NULL) {
-        if (getenv(LAUNCH_MARK) != NULL)
-            error_set(error, "mpirun started a rank without telling it its place; is it Open MPI's mpirun?");
-        return place;
-    }
-    if (!place_number(names->world_size, 1, INT_MAX, "", &place.world_size, error) ||
-        !place_number(names->rank, 0, place.world_size - 1, "", &place.rank, error))
-        return place;
-    place.local_rank = place.rank;
-    place.local_size = place.world_size;
-    const char *local_size = getenv(names->local_size);
-    if (local_size != NULL) place_number(names->local_size, 1, place.world_size, "(,", &place.local_size, error);
-    const bool varies = local_size != NULL && strchr(local_size, ',') != NULL; // then other nodes may have more ranks
-    if (getenv(names->local_rank) != NULL)
-        place_number(names->local_rank, 0, (varies ? place.world_size : place.local_size) - 1, "", &place.local_rank,
-                     error);
-    // A world of one, as a plain `srun -n 1` makes, leaves --nproc free to start ranks.
-    place.launched = place.world_size > 1;
-    if (place.launched) {
-        error_identify(place.rank, place.world_size);
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-    }
-    return place;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Threads
-
-// Unless OMP_NUM_THREADS says otherwise, ranks share the cores of their machine, each with at least one thread. A rank
-// that was bound has fewer cores than its parent, and those are its own.
-static inline int threads_wanted(const Place *place) {
-    if (getenv("OMP_NUM_THREADS") != NULL) return omp_get_max_threads();
-    cpu_set_t own, parent;
-    const bool bound = place->launched && sched_getaffinity(0, sizeof own, &own) == 0 &&
-                       sched_getaffinity(getppid(), sizeof parent, &parent) == 0 &&
-                       CPU_COUNT(&own) < CPU_COUNT(&parent);
-    return machine_cores() / (bound ? 1 : place->local_size);
-}
-
-// Sets the number of threads that the calling thread's parallel regions have. It has to be what they are granted:
-// oneDNN divides its work by omp_get_max_threads(), and the shares of threads that do not come would be left undone. So
-// OpenMP may not give fewer as it sees fit, nor none because of OMP_MAX_ACTIVE_LEVELS, and OMP_THREAD_LIMIT is asked by
-// trying.
-static inline void set_threads(const Place *place) {
-    const int wanted = threads_wanted(place), limit = omp_get_thread_limit();
-    int granted = 1;
-    omp_set_dynamic(0);
-    if (omp_get_max_active_levels() < 1) omp_set_max_active_levels(1);
-    omp_set_num_threads(wanted < 1 ? 1 : wanted < limit ? wanted : limit);
-#pragma omp parallel
-#pragma omp master
-    granted = omp_get_num_threads();
-    omp_set_num_threads(granted);
-}
-
-// Threads that this process computes with.
-static inline int place_threads(void) {
-    return omp_get_max_threads();
-}
+#include "place.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Stopping a rank
