@@ -2,6 +2,7 @@
 
 The nodes can send 20 Mbit/s each. That is how a tiny model takes a known time at least, on however fast a machine.
 """
+import math
 import os
 import pathlib
 import random
@@ -131,7 +132,7 @@ def start():
 
 @pytest.fixture(scope="module")
 def cluster(start, tmp_path_factory):
-    return start(tmp_path_factory.mktemp("slurm") / "cluster", 2, rate="20mbit", cpus=4)
+    return start(tmp_path_factory.mktemp("slurm") / "cluster", 2, rate="20mbit", cpus=8)
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +174,28 @@ def curve(run):
 
 TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2")
 
+LIMITED_STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def limited(cluster, config, tmp_path_factory):
+    """A job that meets its time limit, submitted: its number, output and log directory. Other tests run meanwhile.
+
+    SLURM looks at time limits every 30 seconds, and signals up to that much early. With a limit of a minute the first
+    look after the job's start does: so that it comes in the middle, the job is to begin 13 seconds before one. In a
+    step each of the four ranks sends the two of the other node their quarters of its gradients, then its quarter of the
+    parameters to both: a node sends 0.32 MB, which takes 0.13 s, and all steps take 15 s or more. How much more does
+    not matter: the job is signalled and requeued until they are done.
+    """
+    folder = tmp_path_factory.mktemp("limited")
+    output, log_dir = folder / "job.out", folder / "log"
+    delay = 17 - (time.monotonic() - cluster.begin) % 30
+    begin = () if 0 <= delay < 1 else (f"--begin=now+{math.floor(delay % 30)}",)
+    number = cluster.submit([*TWO_BY_TWO, *begin, "--time=1", "--signal=B:USR1@55"], config, "--steps", LIMITED_STEPS,
+                            "--log-dir", log_dir, "--checkpoint-every", 1000, output=output)
+    return number, output, log_dir
+
+
 # A program that says what it was given, and does what its flags ask for. As train_gpt it writes to the log directory.
 STAND_IN = r"""#!/usr/bin/env bash
 log_dir='' words=("$@")
@@ -194,6 +217,7 @@ def stand_in(tmp_path):
     return {"TRAIN_GPT": str(path)}
 
 
+@pytest.mark.usefixtures("limited")
 def test_tasks_see_the_gpus_that_were_asked_for(cluster, stand_in, tmp_path):
     jobs = []
     for name, options in (("node", ("--gpus-per-node=2",)), ("task", ("--gpus-per-task=1", "--cpus-per-task=2")),
@@ -275,24 +299,9 @@ def test_scancel_saves_and_ends(cluster, config, tmp_path):
     assert (log_dir / "latest").read_text().strip() == f"step_{int(stopped[1]):08d}"
 
 
-def test_a_run_goes_on_after_the_time_limit(cluster, config, undisturbed, tmp_path):
-    # SLURM looks at time limits every 30 seconds, and signals up to that much early. With a limit of a minute the first
-    # look after the job's start does: let it be 13 seconds away, so that it comes in the middle. In a step each of the
-    # four ranks sends the two of the other node their quarters of its gradients, then its quarter of the parameters to
-    # both: a node sends 0.32 MB, which takes 0.13 s, and all steps take 15 s or more. They don't have to be over soon:
-    # the job is signalled and requeued until they are.
-    look = 30 - (time.monotonic() - cluster.begin) % 30
-    if look < 10:
-        time.sleep(look)
-        look = 30
-    if look > 13:
-        time.sleep(look - 13)
-        look = 13
-    output, log_dir = tmp_path / "job.out", tmp_path / "log"
-    steps = 120
-    number = cluster.submit([*TWO_BY_TWO, "--time=1", "--signal=B:USR1@55"], config, "--steps", steps, "--log-dir",
-                            log_dir, "--checkpoint-every", 1000, output=output)
-    expected = undisturbed(steps)
+def test_a_run_goes_on_after_the_time_limit(cluster, limited, undisturbed):
+    number, output, log_dir = limited
+    expected = undisturbed(LIMITED_STEPS)
     job = cluster.wait(number, output)
     text = text_of(output)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), text
@@ -301,7 +310,7 @@ def test_a_run_goes_on_after_the_time_limit(cluster, config, undisturbed, tmp_pa
     stopped = [int(step) for step in re.findall(r"stopped by a signal after step (\d+) of", text)]
     resumed = [int(step) for step in re.findall(r"^resumed .* after step (\d+);", text, re.M)]
     assert 1 <= len(stopped) <= int(job["Restarts"]) and stopped == sorted(set(resumed)), text
-    assert 0 < stopped[0] < steps
+    assert 0 < stopped[0] < LIMITED_STEPS
     assert text.count("SIGUSR1: the ranks are to save") == int(job["Restarts"])
     assert curve(Log(log_dir)) == curve(expected)
 
