@@ -80,7 +80,7 @@ class Cluster:
         assert self.processes() == []
 
     def run(self, *command, cwd=ROOT, env=None):
-        enter = ["nsenter", "-t", str(self.pid), "-m", "-p", "-n", "-u", "-i", f"--wd={cwd}"]
+        enter = ["nsenter", "-t", str(self.pid), "-m", "-p", "-n", "-u", "-i", "-r", f"--wd={cwd}"]
         process = subprocess.run([*enter, *map(str, command)], env={**self.env, **(env or {})}, capture_output=True,
                                  text=True, timeout=60)
         assert process.returncode == 0, process.stderr

@@ -3,7 +3,7 @@
 #   bash test/slurm/cluster.sh FOLDER NODES COMMAND...
 # brings up munge, slurmctld and a slurmd for each of the nodes node1, node2, ..., runs COMMAND in the midst of them,
 # and ends with its exit code. Needs root and Debian's slurmctld, slurmd, slurm-client, slurm-wlm-basic-plugins, munge,
-# iproute2. Logs and spool directories are in FOLDER; so is `pid`, the process to enter: nsenter -a -t PID COMMAND.
+# iproute2. Logs and spool directories are in FOLDER; so is `pid`, the process to enter: nsenter -a -r -t PID COMMAND.
 #   CLUSTER_RATE=20mbit  limits what each node sends
 #   CLUSTER_CPUS=2       CPUs that each node claims to have; there are two GPUs, which are none
 #
