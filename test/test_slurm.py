@@ -203,7 +203,8 @@ while [ $# -gt 0 ]; do
   case $1 in --log-dir) log_dir=$2 ;; --stand_in_*) declare "${1#--stand_in_}=$2" ;; esac
   shift
 done
-echo "task $SLURM_PROCID sees ${CUDA_VISIBLE_DEVICES:-no GPU}, cpus ${SLURM_CPUS_PER_TASK:-not given}; ${words[*]}"
+step=$(scontrol -o show step "$SLURM_JOB_ID.$SLURM_STEP_ID")
+echo "task $SLURM_PROCID sees ${CUDA_VISIBLE_DEVICES:-no GPU}, all have ${step#*TRES=}; ${words[*]}"
 if [ "${save:-no}" = yes ]; then mkdir -p "$log_dir"; echo step_00000001 >"$log_dir/latest"; fi
 exit "${code:-0}"
 """
@@ -226,9 +227,9 @@ def test_tasks_see_the_gpus_that_were_asked_for(cluster, stand_in, tmp_path):
         jobs.append((cluster.submit([*TWO_BY_TWO, *options], "--x", output=output, env=stand_in), name, output))
     for job, name, output in jobs:
         assert cluster.wait(job, output)["JobState"] == "COMPLETED", text_of(output)
-        tasks = sorted(re.findall(r"task (\d) sees (.*), cpus (.*); ", text_of(output)))
+        tasks = sorted(re.findall(r"task (\d) sees (.*), all have cpu=(\d+),.*; ", text_of(output)))
         gpus = {"node": ["0,1"] * 4, "task": ["0", "1"] * 2, "none": ["no GPU"] * 4}[name]
-        cpus = "2" if name == "task" else "not given"
+        cpus = "8" if name == "task" else "4"
         assert tasks == [(str(r), gpus[r], cpus) for r in range(4)], text_of(output)
         assert "they meet at node1:" in text_of(output)
 
@@ -287,14 +288,15 @@ def test_bad_input_ends_the_job(cluster, config, tmp_path):
     assert not (tmp_path / "log").exists()
 
 
-def test_scancel_saves_and_ends(cluster, config, tmp_path):
+@pytest.mark.parametrize("how, state", [((), "CANCELLED"), (("--signal=TERM", "--batch"), "FAILED")])
+def test_a_job_that_is_cancelled_saves_and_ends(cluster, config, tmp_path, how, state):
     output, log_dir = tmp_path / "job.out", tmp_path / "log"
     number = cluster.submit(TWO_BY_TWO, config, "--steps", 100000, "--log-dir", log_dir, output=output)
     cluster.wait_for(lambda: "step  " in text_of(output), output)
-    cluster.run("scancel", number)
+    cluster.run("scancel", *how, number)
     job = cluster.wait(number, output)
     cluster.wait_for(lambda: cluster.processes(str(log_dir)) == [], output)
-    assert (job["JobState"], cluster.job(number)["Restarts"]) == ("CANCELLED", "0")
+    assert (job["JobState"], cluster.job(number)["Restarts"]) == (state, "0")
     stopped = re.search(r"stopped by a signal after step (\d+)", text_of(output))
     assert (log_dir / "latest").read_text().strip() == f"step_{int(stopped[1]):08d}"
 
