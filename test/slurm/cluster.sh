@@ -125,6 +125,17 @@ if [ "$up" != "$nodes" ]; then
   tail -n 5 "$folder"/log/* >&2
   exit 1
 fi
+# The scheduler reads its parameters with its first job, and may take a minute for that if it is asked only once. From
+# then on it looks at the queue every second.
+for _ in $(seq 60); do
+  sbatch --quiet --output=/dev/null --wrap=true >/dev/null
+  sleep 0.5
+  [ -n "$(squeue -h --states=PENDING)" ] || break
+done
+for _ in $(seq 300); do
+  [ -n "$(squeue -h)" ] || break
+  sleep 0.1
+done
 echo "$pid" >"$folder/pid.new"
 mv "$folder/pid.new" "$folder/pid"
 
