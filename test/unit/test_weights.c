@@ -158,6 +158,56 @@ static void test_round_trips(void **state) {
     assert_same_files(scratch("rounded.bin"), GOLDEN "bf16.bin");
     assert_int_equal(access(scratch("hf/model.safetensors.tmp"), F_OK), -1);
     assert_int_equal(access(scratch("again.bin.tmp"), F_OK), -1);
+    // To fp16 too.
+    export_to(GOLDEN "fp32", NULL, scratch("half"), FLOAT_F16);
+    assert_same_weights(scratch("half"), GOLDEN "fp16", 0);
+}
+
+// Every fp16 and back; every value half way between two goes to the even one, and a little off it to the nearer.
+static void test_fp16(void **state) {
+    (void)state;
+    for (uint32_t half = 0; half < 65536; half++) {
+        const bool is_nan = (half & 0x7fff) > 0x7c00;
+        const float value = float_from_f16((uint16_t)half);
+        assert_int_equal(float_to_f16(value), half);
+        if (is_nan || (half & 0x7fff) >= 0x7bff) continue; // the next one is infinity
+        const float next = float_from_f16((uint16_t)(half + 1)), middle = 0.5f * (value + next);
+        assert_int_equal(float_to_f16(middle), half + (half & 1));
+        assert_int_equal(float_to_f16(nextafterf(middle, value)), half);
+        assert_int_equal(float_to_f16(nextafterf(middle, next)), half + 1);
+    }
+    assert_int_equal(float_to_f16(65519.99f), 0x7bff);
+    assert_int_equal(float_to_f16(65520), 0x7c00);
+    assert_int_equal(float_to_f16(-1e30f), 0xfc00);
+    assert_int_equal(float_to_f16(1e-30f), 0);
+}
+
+static void expect_kept(bool ok, Error *error, const char *part) {
+    assert_false(ok);
+    assert_error(error, part);
+    error->text[0] = '\0';
+}
+
+// What an export may replace: nothing, an empty directory, an export, what an interrupted one has left.
+static void test_what_is_replaced(void **state) {
+    (void)state;
+    Error error = {""};
+    assert_true(huggingface_may_replace(scratch("new"), &error));
+    mkdir(scratch("new"), 0755);
+    assert_true(huggingface_may_replace(scratch("new"), &error));
+    scratch_write("new/model.safetensors.tmp", "x", 1);
+    assert_true(huggingface_may_replace(scratch("new"), &error));
+    scratch_write("new/config.json", "{}", 2);
+    assert_true(huggingface_may_replace(scratch("new"), &error));
+    scratch_write("new/notes.txt", "x", 1); // a log directory, say
+    expect_kept(huggingface_may_replace(scratch("new"), &error), &error, "new: holds notes.txt and no export");
+    scratch_write("new/model.safetensors", "x", 1);
+    assert_true(huggingface_may_replace(scratch("new"), &error));
+    expect_kept(huggingface_may_replace(scratch("new/notes.txt"), &error), &error, "cannot be exported to");
+    assert_true(llmc_may_replace(scratch("model.bin"), &error));
+    assert_true(llmc_may_replace(GOLDEN "bf16.bin", &error));
+    expect_kept(llmc_may_replace(scratch("new/notes.txt"), &error), &error, "notes.txt: is there and no llm.c model");
+    expect_kept(llmc_may_replace(scratch("new"), &error), &error, "new: is there and no llm.c model");
 }
 
 // A value for every element of every tensor; exact in bf16.
@@ -269,8 +319,8 @@ static void test_unknown_kinds(void **state) {
     expect_error(scratch("missing"), "cannot be read: No such file");
     mkdir(scratch("folder"), 0755);
     expect_error(scratch("folder"),
-                 "holds no weights of a known kind; known are: a Hugging Face directory (config.json "
-                 "and model.safetensors), an llm.c model file");
+                 "holds no weights of a known kind; known are: a checkpoint (its directory step_00000100, or a log "
+                 "directory), a Hugging Face directory (config.json and model.safetensors), an llm.c model file");
 }
 
 static void test_compare(void **state) {
@@ -479,11 +529,18 @@ static void test_malformed_huggingface(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_models_of_transformers), cmocka_unit_test(test_any_piece),
-        cmocka_unit_test(test_ranks_of_a_grid),        cmocka_unit_test(test_round_trips),
-        cmocka_unit_test(test_gpt2_vocabulary),        cmocka_unit_test(test_failing_exports),
-        cmocka_unit_test(test_unknown_kinds),          cmocka_unit_test(test_compare),
-        cmocka_unit_test(test_malformed_llmc),         cmocka_unit_test(test_malformed_huggingface),
+        cmocka_unit_test(test_models_of_transformers),
+        cmocka_unit_test(test_any_piece),
+        cmocka_unit_test(test_ranks_of_a_grid),
+        cmocka_unit_test(test_round_trips),
+        cmocka_unit_test(test_fp16),
+        cmocka_unit_test(test_what_is_replaced),
+        cmocka_unit_test(test_gpt2_vocabulary),
+        cmocka_unit_test(test_failing_exports),
+        cmocka_unit_test(test_unknown_kinds),
+        cmocka_unit_test(test_compare),
+        cmocka_unit_test(test_malformed_llmc),
+        cmocka_unit_test(test_malformed_huggingface),
     };
     return cmocka_run_group_tests_name("weights", tests, scratch_make, scratch_remove);
 }
