@@ -430,7 +430,10 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         json_add_integer(root, "pipeline_parallel", (uint64_t)c->pipeline_parallel);
         cJSON_AddStringToObject(root, "precision", c->precision);
         json_add_integer(root, "steps", (uint64_t)(log->first_step + log->steps));
-        json_add_integer(root, "tokens", (uint64_t)((log->first_step + log->steps) * c->tokens_per_step));
+        if (c->eval_only) // of whatever steps the weights have seen
+            cJSON_AddNullToObject(root, "tokens");
+        else
+            json_add_integer(root, "tokens", (uint64_t)((log->first_step + log->steps) * c->tokens_per_step));
         json_add_exact(root, "final_train_loss", log->last_loss);
         json_add_exact(root, "final_val_loss", log->last_val_loss);
         json_add_exact(root, "final_hellaswag", log->last_hellaswag);
