@@ -5,13 +5,10 @@ PyTorch's logits there and prints logits of any weights.
 """
 import json
 import math
-import os
-import pathlib
 import random
 import shutil
 import struct
 import subprocess
-import sys
 
 import pytest
 
@@ -239,6 +236,79 @@ def test_steps_equal_pytorchs(grid, form, train, tmp_path):
                 **{**ranks, **optimizer})
     assert run.losses == pytest.approx(EXPECTED["repeated_losses"], rel=1e-5)
     assert run.norms == pytest.approx(EXPECTED["repeated_norms"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def transformers(tmp_path_factory):
+    """transformers(argument, ...): runs dev/transformers_check.py with the real library, over the system's PyTorch."""
+    venv = tmp_path_factory.mktemp("transformers") / "venv"
+    system = subprocess.run(["/usr/bin/python3", "-c", "import torch; print(torch.__version__)"], capture_output=True,
+                            text=True)
+    if system.returncode != 0:
+        pytest.skip("PyTorch is not here (scripts/test.sh --full installs it)")
+    # The last for Debian 12's PyTorch 1.13; a later one for later Pythons.
+    version = "4.35.2" if system.stdout.startswith("1.") else "4.46.3"
+    for command in (["/usr/bin/python3", "-m", "venv", "--system-site-packages", venv],
+                    [venv / "bin/pip", "install", "-q", f"transformers=={version}"]):
+        process = subprocess.run(command, capture_output=True, text=True)
+        if process.returncode != 0:
+            pytest.skip(f"transformers cannot be installed: {process.stdout[-500:]}{process.stderr[-500:]}")
+
+    def run(*arguments):
+        process = subprocess.run([venv / "bin/python", ROOT / "dev/transformers_check.py", *map(str, arguments)],
+                                 capture_output=True, text=True, env=environment({"HF_HUB_OFFLINE": "1"}), timeout=300)
+        assert process.returncode == 0, process.stderr[-4000:]
+        return process.stdout
+
+    return run
+
+
+def assert_same_logits(ours, theirs, tolerance):
+    assert len(ours) == len(theirs) and len(ours[0]) == len(theirs[0])
+    assert max(abs(a - b) for x, y in zip(ours, theirs) for a, b in zip(x, y)) <= tolerance
+
+
+@full
+@pytest.mark.parametrize("grid", ["zero3x3", "tp2dp2", "pp2"])
+def test_exports_load_in_transformers(grid, saved, transformers, tmp_path):
+    """Their logits are ours: of the export, and of the checkpoint that it came from."""
+    run = saved(grid)
+    tokens = [draw % 257 for draw in range(3, 1200, 37)]
+    for dtype in ("fp32", "bf16", "fp16"):
+        export("--export", tmp_path / dtype, "--export-dtype", dtype, "--from", run.log_dir)
+        theirs = [[float(word) for word in line.split()] for line in
+                  transformers("logits", tmp_path / dtype, *tokens).splitlines()]
+        assert_same_logits(logits(tmp_path / dtype, tokens), theirs, 1e-5)
+        if dtype == "fp32":
+            assert_same_logits(logits(run.log_dir, tokens), theirs, 1e-5)
+
+
+@full
+def test_gpt2_vocabulary_loads_in_transformers(train, transformers, tmp_path):
+    run = train(tmp_path / "log", **{**GRIDS["tp2"], "n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 16,
+                                     "vocab_size": 50257, "sequence_length": 16, "micro_batch": 1,
+                                     "tokens_per_step": 16, "steps": 3, "checkpoint_every": 3})
+    export("--export", tmp_path / "hf", "--from", run.log_dir)
+    tokens = [50256, 0, 17, 50255, 31000]
+    theirs = [[float(word) for word in line.split()] for line in
+              transformers("logits", tmp_path / "hf", *tokens).splitlines()]
+    assert_same_logits(logits(run.log_dir, tokens), theirs, 1e-5)
+
+
+@full
+@pytest.mark.parametrize("grid", ["ddp", "zero3x3", "tp2", "pp2", "tp2dp2"])
+def test_steps_equal_pytorchs_on_another_shape(grid, train, transformers, tmp_path):
+    """A directory that transformers writes now -> steps of training equal to PyTorch's."""
+    transformers("train", tmp_path / "hf", tmp_path / "expected.json")
+    expected = json.loads((tmp_path / "expected.json").read_text())
+    for i, row in enumerate(expected["rows"]):
+        shard(tmp_path / f"row{i}.bin", row)
+    ranks = {**GRIDS[grid], "micro_batch": 2 if grid == "zero3x3" else 3}
+    run = train(tmp_path / "log", init_from=tmp_path / "hf", train_data=tmp_path / "row*.bin", val_data=None, steps=5,
+                sequence_length=None, tokens_per_step=6 * 32, warmup_steps=0, min_learning_rate=1e-3,
+                **{**ranks, **EXPECTED["optimizer"]})
+    assert run.losses == pytest.approx(expected["losses"], rel=1e-5)
+    assert run.norms == pytest.approx(expected["norms"], rel=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
