@@ -153,6 +153,12 @@ typedef struct {
     char *directory; // of the checkpoint itself
     Manifest manifest;
     CheckpointFiles files; // .path NULL while they are not open
+    // Elements [window_first, window_first + window_count) of tensor window_id, so that one who asks for a slice of a
+    // matrix, row by row, does not have all files searched for each row.
+    float *window;
+    size_t window_limit; // elements it may hold
+    int window_id;       // -1: none
+    size_t window_first, window_count;
 } CheckpointWeights;
 
 static inline bool checkpoint_weights_has(const char *directory, const char *name) {
@@ -198,6 +204,10 @@ static inline bool checkpoint_weights_open(Weights *weights, Error *error) {
     CheckpointWeights *cp = (CheckpointWeights *)calloc(1, sizeof(CheckpointWeights));
     if (cp == NULL) die("no memory to open %s", weights->path);
     weights->state = cp;
+    cp->window_id = -1;
+    cp->window_limit = WEIGHTS_CHUNK;
+    cp->window = (float *)malloc(cp->window_limit * sizeof(float));
+    if (cp->window == NULL) die("no memory to read %s", weights->path);
     cp->directory = checkpoint_weights_directory(weights->path, error);
     if (cp->directory == NULL || !manifest_read(&cp->manifest, cp->directory, error)) return false;
     checkpoint_files_open(&cp->files, cp->directory, &cp->manifest);
@@ -216,8 +226,23 @@ static inline bool checkpoint_weights_read(Weights *weights, const Tensor *tenso
     CheckpointWeights *cp = (CheckpointWeights *)weights->state;
     const Unit *unit = weights->layout.units;
     while (tensor < unit->tensors || tensor >= unit->tensors + unit->n_tensors) unit++;
-    const Held held = {tensor->offset + first, count, 0};
-    return checkpoint_read(&cp->files, unit, held, STATE_PARAMS, out, error);
+    while (count > 0) {
+        if (cp->window_id != tensor->id || first < cp->window_first || first >= cp->window_first + cp->window_count) {
+            const size_t left = weights_elements(tensor) - first;
+            const Held held = {tensor->offset + first, left < cp->window_limit ? left : cp->window_limit, 0};
+            cp->window_id = -1;
+            if (!checkpoint_read(&cp->files, unit, held, STATE_PARAMS, cp->window, error)) return false;
+            cp->window_id = tensor->id;
+            cp->window_first = first;
+            cp->window_count = held.count;
+        }
+        const size_t at = first - cp->window_first, room = cp->window_count - at, n = count < room ? count : room;
+        memcpy(out, cp->window + at, n * sizeof(float));
+        first += n;
+        out += n;
+        count -= n;
+    }
+    return true;
 }
 
 static inline void checkpoint_weights_close(Weights *weights) {
@@ -226,6 +251,7 @@ static inline void checkpoint_weights_close(Weights *weights) {
     if (cp->files.path != NULL) checkpoint_files_close(&cp->files);
     manifest_free(&cp->manifest);
     free(cp->directory);
+    free(cp->window);
     free(cp);
 }
 
