@@ -139,9 +139,8 @@ static bool load_or_init(Zero *zero, const Resume *resume, Weights *weights, Err
 
 static void print_beginning(const Checkpoints *checkpoints, const Resume *resume) {
     const Config *config = checkpoints->config;
-    const bool begins_with = resume->path == NULL && config->init_from[0] != '\0';
-    if (config->checkpoint_every == 0 && resume->path == NULL && !begins_with) return;
-    if (begins_with) printf("weights  from %s\n", config->init_from);
+    if (config->checkpoint_every == 0 && resume->path == NULL && config->init_from[0] == '\0') return;
+    if (resume->path == NULL && config->init_from[0] != '\0') printf("weights  from %s\n", config->init_from);
     if (config->eval_only && resume->path != NULL)
         printf("weights  from %s, after step %llu\n", resume->path, (unsigned long long)resume->manifest.step);
     if (config->checkpoint_every > 0)
