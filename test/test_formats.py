@@ -407,7 +407,7 @@ HELLASWAG_GRIDS = {
     "tensor": dict(nproc=2, strategy="tp", micro_batch=6),
     "sequence": dict(nproc=2, tensor_parallel=2, sequence_parallel=True, micro_batch=2),
     "pipeline": dict(nproc=2, pipeline_parallel=2, micro_batch=3),
-    "all": dict(nproc=4, tensor_parallel=2, pipeline_parallel=1, strategy="zero3", micro_batch=3),
+    "all": dict(nproc=4, tensor_parallel=2, pipeline_parallel=2, micro_batch=3),
 }
 
 
