@@ -326,6 +326,8 @@ def test_evaluation_only(grid, train, saved, tmp_path):
     run = saved(grid)
     log_dir = tmp_path / "log"
     shutil.copytree(run.log_dir, log_dir)
+    (log_dir / "step_00000099.new").mkdir()  # of a run that is writing, say
+    (log_dir / "step_00000099.new/rank_00000.safetensors").write_text("")
     before = tree(log_dir)
     result = train(log_dir, eval_only=True, resume="auto", val_steps=2, train_data=None, sample_every=1,
                    sample_tokens=4, sample_prompt="ba", **GRIDS[grid])
@@ -339,12 +341,15 @@ def test_evaluation_only(grid, train, saved, tmp_path):
     assert summary["memory_bytes"]["optimizer"] == 0 and summary["memory_bytes"]["gradients"] == 0
     assert summary["memory_bytes"]["peak"] < run.summary["memory_bytes"]["peak"]
     assert summary["communication_per_step"] == summary["communication_planned"]
+    # An older one by name, which training would begin from and throw the later one away.
+    older = train(log_dir, eval_only=True, resume=log_dir / "step_00000005", val_steps=2, train_data=None)
+    assert "step 5: validation loss" in older.stdout
     after = tree(log_dir)
     assert {path: after[path] for path in before} == before
     assert {path.parts[0] for path in set(after) - set(before)} == {"eval"}
-    # An older one by name; the run goes on as if nothing had been.
-    older = train(log_dir, eval_only=True, resume=log_dir / "step_00000005", val_steps=2, train_data=None)
-    assert "step 5: validation loss" in older.stdout
+    # With a log directory of its own.
+    other = train(tmp_path / "other", eval_only=True, resume=log_dir / "step_00000010", val_steps=2, train_data=None)
+    assert other.summary["params_hash"] == run.summary["params_hash"]
 
 
 def make_hellaswag(path, count, vocabulary, longest, seed=8):
@@ -444,11 +449,13 @@ def test_hellaswag_while_training(hellaswag, texts, train, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [dict(precision="bf16"), dict(precision="fp32", checkpoint_async=False),
-                                   dict(precision="bf16", tensor_parallel=2, pipeline_parallel=2)],
-                         ids=["bf16", "waiting", "grid"])
+                                   dict(precision="bf16", tensor_parallel=2, pipeline_parallel=2),
+                                   dict(precision="bf16", n_layer=4, pipeline_parallel=3)],
+                         ids=["bf16", "waiting", "grid", "a later stage has most"])
 def test_plan_of_snapshots(flags, train, tmp_path):
     """What --plan says of every strategy's snapshots is what runs allocate."""
-    ranks = 4 if "pipeline_parallel" in flags else 2
+    ranks = flags.get("tensor_parallel", 1) * flags.get("pipeline_parallel", 1)
+    ranks = 2 if ranks == 1 else ranks
     options = {**SHAPE, **BATCH, "micro_batch": 3, "checkpoint_every": 2, **flags}
     process = run_program("--plan", "--world-size", ranks, *words(options), "--plan-json", tmp_path / "plan.json")
     assert process.returncode == 0, process.stderr
