@@ -109,7 +109,8 @@ def test_round_trips(grid, train, saved, tmp_path):
     assert tensors["transformer.wte.weight"][1] == [257, 40] and "lm_head.weight" not in tensors
     other = GRIDS["zero3x3" if grid != "zero3x3" else "tp2dp2"]
     for source, ranks in ((run.log_dir / "step_00000010", other), (tmp_path / "hf", other), (tmp_path / "model.bin", {})):
-        assert evaluate(train, tmp_path / f"eval_{source.name}", source, **ranks)["params_hash"] == run.summary["params_hash"]
+        summary = evaluate(train, tmp_path / f"eval_{source.name}", source, **ranks)
+        assert summary["params_hash"] == run.summary["params_hash"]
     # Out of either format, and out of a checkpoint of a run that began with it: the same bytes again.
     export("--export", tmp_path / "again", "--from", tmp_path / "model.bin")
     same_files(tmp_path / "again", tmp_path / "hf")
@@ -118,7 +119,7 @@ def test_round_trips(grid, train, saved, tmp_path):
 
 
 def test_a_run_from_any_form(train, saved, tmp_path):
-    """Steps of training from the checkpoint, and from what was exported of it, under different strategies: the same bits."""
+    """Steps of training from the checkpoint, and from exports of it, under different strategies: the same bits."""
     run = saved("tp2dp2")
     export("--export", tmp_path / "hf", "--export-llmc", tmp_path / "model.bin", "--from", run.log_dir)
     flags = dict(steps=3, micro_batch=6, nproc=2)
@@ -144,7 +145,8 @@ def test_masters_begin_as_they_are(train, saved, tmp_path):
                   min_learning_rate=1e-30, warmup_steps=0, weight_decay=0, strategy="zero1", nproc=2, micro_batch=3)
     assert still.summary["params_hash"] == run.summary["params_hash"]
     # Without masters there are only rounded values.
-    assert evaluate(train, tmp_path / "rounded", run.log_dir, precision="bf16")["params_hash"] != run.summary["params_hash"]
+    rounded = evaluate(train, tmp_path / "rounded", run.log_dir, precision="bf16")
+    assert rounded["params_hash"] != run.summary["params_hash"]
 
 
 def test_fresh_beginning(train, saved, tmp_path):
@@ -220,10 +222,12 @@ def test_smaller_types(dtype, train, saved, tmp_path):
 
 
 def shard(path, tokens):
-    path.write_bytes(struct.pack("<256i", 20240520, 1, len(tokens), *([0] * 253)) + struct.pack(f"<{len(tokens)}H", *tokens))
+    header = struct.pack("<256i", 20240520, 1, len(tokens), *([0] * 253))
+    path.write_bytes(header + struct.pack(f"<{len(tokens)}H", *tokens))
 
 
-@pytest.mark.parametrize("grid, form", [("ddp", "fp32"), ("zero3x3", "fp32.bin"), ("tp2", "sharded"), ("pp2", "buffers")])
+@pytest.mark.parametrize("grid, form",
+                         [("ddp", "fp32"), ("zero3x3", "fp32.bin"), ("tp2", "sharded"), ("pp2", "buffers")])
 def test_steps_equal_pytorchs(grid, form, train, tmp_path):
     """From a directory that transformers wrote (or its like): losses and norms of four AdamW steps are PyTorch's. The
     data are one batch, a shard for each row, so every step has it, in some order of its rows."""
@@ -240,7 +244,7 @@ def test_steps_equal_pytorchs(grid, form, train, tmp_path):
 
 @pytest.fixture(scope="module")
 def transformers(tmp_path_factory):
-    """transformers(argument, ...): runs dev/transformers_check.py with the real library, over the system's PyTorch."""
+    """transformers(script, argument, ...): runs a script of dev/ with the real library, over the system's PyTorch."""
     venv = tmp_path_factory.mktemp("transformers") / "venv"
     system = subprocess.run(["/usr/bin/python3", "-c", "import torch; print(torch.__version__)"], capture_output=True,
                             text=True)
@@ -254,8 +258,8 @@ def transformers(tmp_path_factory):
         if process.returncode != 0:
             pytest.skip(f"transformers cannot be installed: {process.stdout[-500:]}{process.stderr[-500:]}")
 
-    def run(*arguments):
-        process = subprocess.run([venv / "bin/python", ROOT / "dev/transformers_check.py", *map(str, arguments)],
+    def run(script, *arguments):
+        process = subprocess.run([venv / "bin/python", ROOT / "dev" / script, *map(str, arguments)],
                                  capture_output=True, text=True, env=environment({"HF_HUB_OFFLINE": "1"}), timeout=300)
         assert process.returncode == 0, process.stderr[-4000:]
         return process.stdout
@@ -277,10 +281,21 @@ def test_exports_load_in_transformers(grid, saved, transformers, tmp_path):
     for dtype in ("fp32", "bf16", "fp16"):
         export("--export", tmp_path / dtype, "--export-dtype", dtype, "--from", run.log_dir)
         theirs = [[float(word) for word in line.split()] for line in
-                  transformers("logits", tmp_path / dtype, *tokens).splitlines()]
+                  transformers("transformers_check.py", "logits", tmp_path / dtype, *tokens).splitlines()]
         assert_same_logits(logits(tmp_path / dtype, tokens), theirs, 1e-5)
         if dtype == "fp32":
             assert_same_logits(logits(run.log_dir, tokens), theirs, 1e-5)
+
+
+@full
+def test_goldens_are_what_transformers_makes(transformers, tmp_path):
+    transformers("make_hf_goldens.py", tmp_path / "hf")
+    made = json.loads((tmp_path / "hf/expected.json").read_text())
+    for key in ("logits", "losses", "norms", "repeated_losses", "repeated_norms"):
+        assert made[key] == pytest.approx(EXPECTED[key], rel=1e-9, abs=1e-9)  # float64 on another machine
+    assert made["batches"] == EXPECTED["batches"]
+    for name in ("fp32.bin", "bf16.bin", "fp32/model.safetensors", "bf16/model.safetensors", "fp16/model.safetensors"):
+        assert (tmp_path / "hf" / name).read_bytes() == (GOLDEN / name).read_bytes(), name
 
 
 @full
@@ -291,7 +306,7 @@ def test_gpt2_vocabulary_loads_in_transformers(train, transformers, tmp_path):
     export("--export", tmp_path / "hf", "--from", run.log_dir)
     tokens = [50256, 0, 17, 50255, 31000]
     theirs = [[float(word) for word in line.split()] for line in
-              transformers("logits", tmp_path / "hf", *tokens).splitlines()]
+              transformers("transformers_check.py", "logits", tmp_path / "hf", *tokens).splitlines()]
     assert_same_logits(logits(run.log_dir, tokens), theirs, 1e-5)
 
 
@@ -299,7 +314,7 @@ def test_gpt2_vocabulary_loads_in_transformers(train, transformers, tmp_path):
 @pytest.mark.parametrize("grid", ["ddp", "zero3x3", "tp2", "pp2", "tp2dp2"])
 def test_steps_equal_pytorchs_on_another_shape(grid, train, transformers, tmp_path):
     """A directory that transformers writes now -> steps of training equal to PyTorch's."""
-    transformers("train", tmp_path / "hf", tmp_path / "expected.json")
+    transformers("transformers_check.py", "train", tmp_path / "hf", tmp_path / "expected.json")
     expected = json.loads((tmp_path / "expected.json").read_text())
     for i, row in enumerate(expected["rows"]):
         shard(tmp_path / f"row{i}.bin", row)
@@ -421,8 +436,8 @@ def test_hellaswag(grid, hellaswag, train, tmp_path):
     path, correct, count = hellaswag
     run = train(tmp_path / "log", eval_only=True, init_from=GOLDEN / "fp32", hellaswag=path, train_data=None,
                 val_data=None, sequence_length=None, tokens_per_step=None, **HELLASWAG_GRIDS[grid])
-    assert run.metrics == [{"step": 0, "hellaswag": pytest.approx(correct / count, rel=1e-8), "hellaswag_correct": correct,
-                            "hellaswag_examples": count}]
+    assert run.metrics == [{"step": 0, "hellaswag": pytest.approx(correct / count, rel=1e-8),
+                            "hellaswag_correct": correct, "hellaswag_examples": count}]
     assert run.summary["final_hellaswag"] == pytest.approx(correct / count)
     assert f"HellaSwag {correct} of {count}" in run.stdout
     assert run.summary["memory_bytes"] == run.summary["memory_planned"]
