@@ -31,23 +31,24 @@ static inline bool begin_newest_shape(const Config *config, int *count, ModelSha
     bool found = false;
     for (int i = 0; i < *count && !found; i++) {
         char name[STEP_NAME];
+        Error damage = {""};
         step_name(steps[i], "", name);
         char *path = path_join(config->log_dir, "/", name);
-        found = manifest_read_shape(path, shape);
+        found = manifest_read_shape(path, shape, &damage);
         free(path);
     }
     free(steps);
     return found;
 }
 
-// Takes the shape of what the run begins with. What cannot be read of a checkpoint to go on from is no error yet:
-// resume_find() says what is wrong with it, or finds another. Weights of another shape than what is given are one.
+// Takes the shape of what the run begins with. It is an error if that cannot be read, but for the checkpoints that auto
+// looks for: resume_find() says what is wrong with them. Weights of another shape than what is given are an error too.
 static inline bool begin_take_shape(Config *config, Error *error) {
     ModelShape shape;
     int count = 0;
     const bool newest = strcmp(config->resume, "auto") == 0, never = strcmp(config->resume, "never") == 0;
-    const bool found =
-        newest ? begin_newest_shape(config, &count, &shape) : !never && manifest_read_shape(config->resume, &shape);
+    if (!newest && !never && !manifest_read_shape(config->resume, &shape, error)) return false;
+    const bool found = newest ? begin_newest_shape(config, &count, &shape) : !never;
     if (found) config_take_shape(config, &shape);
     if (found || count > 0 || config->init_from[0] == '\0') return true;
     Weights weights;

@@ -236,11 +236,10 @@ static inline bool manifest_read(Manifest *manifest, const char *directory, Erro
     return ok;
 }
 
-// The shape of the model of the checkpoint in a directory; false if its manifest cannot be read.
-static inline bool manifest_read_shape(const char *directory, ModelShape *shape) {
+// The shape of the model of the checkpoint in a directory.
+static inline bool manifest_read_shape(const char *directory, ModelShape *shape, Error *error) {
     Manifest manifest;
-    Error error = {""};
-    if (!manifest_read(&manifest, directory, &error)) return false;
+    if (!manifest_read(&manifest, directory, error)) return false;
     *shape = manifest.shape;
     manifest_free(&manifest);
     return true;

@@ -434,7 +434,10 @@ int main(int argc, char **argv) {
     if (config_exports(&config)) return place.rank == 0 ? export_run(&config) : 0;
     error_identify(place.rank, place.world_size);
     if (!begin_take_shape(&config, &error)) {
-        if (place.rank > 0) die("%s", error.text); // of files that rank 0 may see otherwise
+        if (place.rank > 0) { // rank 0 says it and all end, unless it sees other files
+            sleep(5);
+            die("%s", error.text);
+        }
         die_input(&error);
     }
     int world_size = place.launched ? place.world_size : (int)config.nproc;

@@ -108,7 +108,8 @@ def test_round_trips(grid, train, saved, tmp_path):
     tensors = safetensors(tmp_path / "hf/model.safetensors")
     assert tensors["transformer.wte.weight"][1] == [257, 40] and "lm_head.weight" not in tensors
     other = GRIDS["zero3x3" if grid != "zero3x3" else "tp2dp2"]
-    for source, ranks in ((run.log_dir / "step_00000010", other), (tmp_path / "hf", other), (tmp_path / "model.bin", {})):
+    sources = ((run.log_dir / "step_00000010", other), (tmp_path / "hf", other), (tmp_path / "model.bin", {}))
+    for source, ranks in sources:
         summary = evaluate(train, tmp_path / f"eval_{source.name}", source, **ranks)
         assert summary["params_hash"] == run.summary["params_hash"]
     # Out of either format, and out of a checkpoint of a run that began with it: the same bytes again.
@@ -530,6 +531,8 @@ def test_errors(saved, texts, hellaswag, tmp_path):
           "vocab_size 257, but 50257"]),
         (data + ["--init-from", good, "--resume", good / "step_00000010"], ["init_from", "resume", "one of them"]),
         (data + ["--init-from", good, "--tensor-parallel", 3, "--nproc", 3], ["tensor_parallel", "n_head 2"]),
+        (data + ["--resume", tmp_path / "step_00000007", "--sequence-length", 1024],  # longer than the default's context
+         ["step_00000007/manifest.json", "cannot be read"]),
         (data + ["--hellaswag-every", 3], ["hellaswag_every", "--hellaswag FILE"]),
         (evaluation, ["eval_only", "random weights", "--init-from"]),
         (evaluation + ["--resume", "auto", "--log-dir", notes], ["notes", "no checkpoint"]),
