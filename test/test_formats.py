@@ -531,7 +531,7 @@ def test_errors(saved, texts, hellaswag, tmp_path):
           "vocab_size 257, but 50257"]),
         (data + ["--init-from", good, "--resume", good / "step_00000010"], ["init_from", "resume", "one of them"]),
         (data + ["--init-from", good, "--tensor-parallel", 3, "--nproc", 3], ["tensor_parallel", "n_head 2"]),
-        (data + ["--resume", tmp_path / "step_00000007", "--sequence-length", 1024],  # longer than the default's context
+        (data + ["--resume", tmp_path / "step_00000007", "--sequence-length", 1024],  # more than the default's
          ["step_00000007/manifest.json", "cannot be read"]),
         (data + ["--hellaswag-every", 3], ["hellaswag_every", "--hellaswag FILE"]),
         (evaluation, ["eval_only", "random weights", "--init-from"]),
