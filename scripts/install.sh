@@ -12,7 +12,7 @@ for word in "$@"; do
     build) packages+=(gcc make pkg-config libc6-dev libdnnl-dev libopenmpi-dev openmpi-bin libcjson-dev) ;;
     test) packages+=(g++ libcmocka-dev python3 python3-pytest clang libclang-rt-dev) ;;
     slurm) packages+=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2) ;;
-    reference) packages+=(python3-torch python3-numpy python3-pip) ;;
+    reference) packages+=(python3-torch python3-numpy python3-pip python3-venv) ;;
     *) packages+=("$word") ;;
   esac
 done
