@@ -18,6 +18,7 @@ static const char *const variables[] = {
     "SLURM_NODELIST",
     "SLURM_TASKS_PER_NODE",
     "SLURM_NNODES",
+    "TORCHELASTIC_RUN_ID",
     "PMIX_RANK",
     "PMI_RANK",
     "PMI_SIZE",
@@ -28,6 +29,7 @@ static const char *const variables[] = {
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     LAUNCH_MARK,
+    SPAWN_MARK,
 };
 
 static void forget(void) {
@@ -52,7 +54,9 @@ static Place place_of(const char *settings, Error *error) {
     return place;
 }
 
-static void expect_place(const char *settings, int rank, int world, int local_rank, int local_size, bool launched) {
+// start: what started the ranks, by its name; NULL: nothing did. mpi: whether MPI can connect them.
+static void expect_place(const char *settings, int rank, int world, int local_rank, int local_size, const char *start,
+                         bool mpi) {
     Error error;
     const Place place = place_of(settings, &error);
     assert_string_equal(error.text, "");
@@ -60,9 +64,15 @@ static void expect_place(const char *settings, int rank, int world, int local_ra
     assert_int_equal(place.world_size, world);
     assert_int_equal(place.local_rank, local_rank);
     assert_int_equal(place.local_size, local_size);
-    assert_int_equal(place.launched, launched);
-    assert_int_equal(error_identity()->rank, launched ? rank : 0);
+    assert_int_equal(place.launched, start != NULL);
+    assert_int_equal(error_identity()->rank, rank);
     assert_int_equal(error_identity()->world_size, world);
+    if (start == NULL) {
+        assert_null(place.start);
+        return;
+    }
+    assert_string_equal(place.start->name, start);
+    assert_int_equal(place.start->mpi, mpi);
 }
 
 static void expect_no_place(const char *settings, const char *part) {
@@ -76,21 +86,36 @@ static void expect_no_place(const char *settings, const char *part) {
 
 static void test_places(void **state) {
     (void)state;
-    expect_place("", 0, 1, 0, 1, false);
-    expect_place(OMPI, 5, 8, 1, 4, true);
-    expect_place(OMPI " SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 PMIX_RANK=0 RANK=7 WORLD_SIZE=9", 5, 8, 1, 4, true);
-    expect_place(STEP " PMIX_RANK=3", 3, 4, 1, 2, true);
-    expect_place(STEP " PMI_RANK=3 PMI_SIZE=4", 3, 4, 1, 2, true);
+    expect_place("", 0, 1, 0, 1, NULL, false);
+    expect_place(OMPI, 5, 8, 1, 4, "mpirun", true);
+    expect_place(OMPI " SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 PMIX_RANK=0 RANK=7 WORLD_SIZE=9", 5, 8, 1, 4, "mpirun",
+                 true);
+    expect_place(STEP " PMIX_RANK=3", 3, 4, 1, 2, "srun --mpi=pmix", true);
+    expect_place(STEP " PMI_RANK=3 PMI_SIZE=4", 3, 4, 1, 2, "srun --mpi=pmi2", true);
+    expect_place(STEP, 3, 4, 1, 2, "srun without --mpi", false);
+    expect_place(STEP " RANK=0 WORLD_SIZE=2", 3, 4, 1, 2, "srun without --mpi", false);
     expect_place("SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=2 SLURM_STEP_TASKS_PER_NODE=1,3 PMIX_RANK=3", 3,
-                 4, 2, 1, true);                                                      // unequal nodes
-    expect_place("SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_LOCALID=0", 0, 1, 0, 1, false); // a batch script's shell
-    expect_place("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", 0, 1, 0, 1, false);         // an interactive step
-    expect_place("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 PMIX_RANK=0", 0, 1, 0, 1, false);
-    expect_place("PMI_RANK=1 PMI_SIZE=3", 1, 3, 1, 3, true);
-    expect_place("PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", 1, 4, 1, 2, true);
-    expect_place("RANK=2 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2", 2, 4, 0, 2, true);
-    expect_place("RANK=2 WORLD_SIZE=4 LOCAL_RANK=0", 2, 4, 0, 4, true);
-    expect_place("RANK=2", 0, 1, 0, 1, false); // somebody's variable of that name
+                 4, 2, 1, "srun --mpi=pmix", true);                                         // unequal nodes
+    expect_place("SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_LOCALID=0", 0, 1, 0, 1, NULL, false); // a batch script's shell
+    expect_place("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", 0, 1, 0, 1, NULL, false);         // an interactive step
+    expect_place("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 PMIX_RANK=0", 0, 1, 0, 1, NULL, false);
+    expect_place("PMI_RANK=1 PMI_SIZE=3", 1, 3, 1, 3, "MPICH's mpirun", true);
+    expect_place("PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", 1, 4, 1, 2, "MPICH's mpirun", true);
+    expect_place("RANK=2 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2", 2, 4, 0, 2, "RANK and WORLD_SIZE", false);
+    expect_place("RANK=2 WORLD_SIZE=4 LOCAL_RANK=0", 2, 4, 0, 4, "RANK and WORLD_SIZE", false);
+    expect_place("RANK=2", 0, 1, 0, 1, NULL, false); // somebody's variables of these names
+    expect_place("WORLD_SIZE=2", 0, 1, 0, 1, NULL, false);
+    expect_place("TORCHELASTIC_RUN_ID=x", 0, 1, 0, 1, NULL, false);
+    expect_place("RANK=0 WORLD_SIZE=1 TORCHELASTIC_RUN_ID=x", 0, 1, 0, 1, NULL, false);
+    // What was started within something else.
+    expect_place("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 TORCHELASTIC_RUN_ID=x SLURM_PROCID=1 "
+                 "SLURM_STEP_NUM_TASKS=2 PMIX_RANK=1",
+                 5, 8, 1, 4, "torchrun", false);
+    expect_place("RANK=2 WORLD_SIZE=3 LOCAL_RANK=2 LOCAL_WORLD_SIZE=3 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 "
+                 "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 " SPAWN_MARK "=7",
+                 2, 3, 2, 3, "--nproc", false);
+    expect_place("RANK=2 WORLD_SIZE=4 LOCAL_RANK=0 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 PMIX_RANK=0", 2, 4, 0, 4,
+                 "RANK and WORLD_SIZE", false);
 
     expect_no_place("RANK=4 WORLD_SIZE=4 LOCAL_RANK=0", "RANK is \"4\", a whole number from 0 to 3 is needed");
     expect_no_place("RANK=-1 WORLD_SIZE=4", "RANK is \"-1\"");
@@ -98,16 +123,20 @@ static void test_places(void **state) {
     expect_no_place("RANK=1x WORLD_SIZE=4", "RANK is \"1x\"");
     expect_no_place("RANK=1 WORLD_SIZE=0", "WORLD_SIZE is \"0\"");
     expect_no_place("RANK=1 WORLD_SIZE=99999999999999999999", "WORLD_SIZE is");
+    expect_no_place("RANK=1 WORLD_SIZE=", "WORLD_SIZE is \"\"");
+    expect_no_place("RANK=1 TORCHELASTIC_RUN_ID=x", "WORLD_SIZE is not set");
     expect_no_place("RANK=1 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2", "LOCAL_RANK is \"2\"");
     expect_no_place("RANK=1 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=5", "LOCAL_WORLD_SIZE is \"5\"");
     expect_no_place("OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE is not set");
-    expect_no_place(STEP, "srun started 4 tasks without MPI support");
+    expect_no_place("SLURM_PROCID=4 SLURM_STEP_NUM_TASKS=4", "SLURM_PROCID is \"4\"");
+    expect_no_place("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=x2",
+                    "SLURM_STEP_TASKS_PER_NODE is");
     expect_no_place(LAUNCH_MARK "=1", "Open MPI's mpirun");
 }
 
 static void test_threads(void **state) {
     (void)state;
-    const Place alone = {0, 1, 0, 1, false}, crowded = {0, 1000, 0, 1000, true};
+    const Place alone = {0, 1, 0, 1, false, NULL}, crowded = {0, 1000, 0, 1000, true, place_starts()};
     char *user = getenv("OMP_NUM_THREADS");
     user = user == NULL ? NULL : strdup(user);
     unsetenv("OMP_NUM_THREADS");
