@@ -81,6 +81,11 @@ static inline bool place_started(const PlaceStart *start) {
     return getenv(start->marks[0]) != NULL && (start->marks[1] == NULL || getenv(start->marks[1]) != NULL);
 }
 
+// Whether the numbers are those that srun gave.
+static inline bool place_by_slurm(const Place *place) {
+    return place->start != NULL && strcmp(place->start->rank, "SLURM_PROCID") == 0;
+}
+
 static inline bool place_read(const PlaceStart *start, Place *place, Error *error) {
     if (!place_number(start->world_size, 1, INT_MAX, "", &place->world_size, error) ||
         !place_number(start->rank, 0, place->world_size - 1, "", &place->rank, error))
