@@ -14,7 +14,7 @@
 #include <sys/eventfd.h>
 #include "rendezvous.h"
 
-enum { CONTROL_LAST_SECONDS = 5 }; // longer than a launcher waits before it ends what is left of a run (spawn.h)
+enum { CONTROL_LAST_SECONDS = 4 }; // longer than a launcher waits before it ends what is left of a run (spawn.h)
 
 // What a rank says: single bytes, which do not arrive in part. CONTROL_LOST: rank 0 has lost one, and says which.
 enum { CONTROL_ALIVE = 'a', CONTROL_GOODBYE = 'g', CONTROL_LOST = 'l' };

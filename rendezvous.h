@@ -32,7 +32,7 @@ enum {
     RENDEZVOUS_VERSION = 1,
     RENDEZVOUS_ANSWER_SECONDS = 10, // that one side may take for a hello, the other for its answer
     RENDEZVOUS_CONNECT_SECONDS = 5, // for an address to accept a connection
-    RENDEZVOUS_PORT_SECONDS = 3,    // that a port may stay in use
+    RENDEZVOUS_PORT_SECONDS = 1,    // that a port may stay in use
     RENDEZVOUS_GUESTS = 256         // connections that have not yet said who they are
 };
 
@@ -611,10 +611,12 @@ static inline bool rendezvous_gather(Rendezvous *self, const void *mine, size_t 
     return true;
 }
 
-// Rank 0's `bytes` bytes to every rank.
+// Rank 0's `bytes` bytes to every rank. Rank 0 may still be waiting for others, and says what for when it gives up: the
+// patience of the ranks that wait for it ends later.
 static inline bool rendezvous_broadcast(Rendezvous *self, void *data, size_t bytes, Error *error) {
     const double deadline = rendezvous_now() + self->timeout;
-    if (self->rank > 0) return rendezvous_take(self, &self->peers[0], data, bytes, deadline, error);
+    if (self->rank > 0)
+        return rendezvous_take(self, &self->peers[0], data, bytes, deadline + RENDEZVOUS_ANSWER_SECONDS, error);
     for (int i = 0; i < self->n_peers; i++)
         if (!rendezvous_give(&self->peers[i], data, bytes, deadline, error)) return rendezvous_give_up(self, error);
     return true;

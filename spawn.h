@@ -24,7 +24,7 @@
 #include "meeting_point.h"
 #include "place.h"
 
-enum { SPAWN_LAST_SECONDS = 3 }; // for the others, once a rank has failed
+enum { SPAWN_LAST_SECONDS = 2 }; // for the others, once a rank has failed
 
 typedef struct {
     int ranks, running;
