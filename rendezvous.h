@@ -251,8 +251,7 @@ typedef struct {
 typedef struct {
     RendezvousGuest guests[RENDEZVOUS_GUESTS];
     int count;
-    int refusals;
-    char refused[256]; // the last
+    Error refused; // who was last, and why
 } RendezvousDoor;
 
 // Why a rank is not let in, or "".
@@ -300,12 +299,9 @@ static inline void rendezvous_decide(Rendezvous *self, RendezvousDoor *door, uin
             char rest[256]; // what is left unread at close() would take the answer with it
             rendezvous_tell(guest->socket, RENDEZVOUS_REFUSED, why.text);
             while (recv(guest->socket, rest, sizeof rest, MSG_DONTWAIT) > 0) continue;
-            door->refusals++;
-            if (complete)
-                snprintf(door->refused, sizeof door->refused, "a rank %u on %s: %s", hello->rank, hello->host,
-                         why.text);
-            else
-                snprintf(door->refused, sizeof door->refused, "%s", why.text);
+            memset(&door->refused, 0, sizeof door->refused);
+            if (complete) error_set(&door->refused, "a rank %u on %s: %s", hello->rank, hello->host, why.text);
+            error_set(&door->refused, "%s", why.text);
         }
         close(guest->socket);
     }
@@ -370,14 +366,14 @@ static inline void rendezvous_missing(const Rendezvous *self, char *text, size_t
 }
 
 static inline bool rendezvous_absent(const Rendezvous *self, const RendezvousDoor *door, Error *error) {
-    char who[300], left[160] = "", refused[320] = "";
+    char who[300], left[160] = "";
     rendezvous_missing(self, who, sizeof who);
     for (int i = 0; i < self->n_peers && left[0] == '\0'; i++)
         if (self->peers[i].socket < 0 && self->peers[i].left)
             snprintf(left, sizeof left, "; rank %d on %s had come, but left", i + 1, self->peers[i].host);
-    if (door->refusals > 0) snprintf(refused, sizeof refused, "; refused was %s", door->refused);
-    return error_set(error, "%s of %d did not come to %s within %.0f s%s%s", who, self->world_size, self->where,
-                     self->timeout, left, refused);
+    const char *refused = door->refused.text;
+    return error_set(error, "%s of %d did not come to %s within %.0f s%s%s%s", who, self->world_size, self->where,
+                     self->timeout, left, refused[0] != '\0' ? "; refused was " : "", refused);
 }
 
 // Lets ranks in until all are there.

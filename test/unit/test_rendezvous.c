@@ -440,7 +440,7 @@ static void test_control_line(void **state) {
     } lines[LINES] = {
         {-1, 0, 20, "", {0, 0, 0}},
         {1, SIGKILL, 20, "rank 1 on host1 is lost: its connection was closed", {1, 0, 0}},
-        {2, SIGSTOP, 3, "rank 2 on host2 is lost: nothing was heard of it in time", {1, 0, 0}},
+        {2, SIGSTOP, 2, "rank 2 on host2 is lost: nothing was heard of it in time", {1, 0, 0}},
         {0, SIGKILL, 20, "rank 0 on host0 is lost: its connection was closed", {0, 1, 1}},
     };
     pid_t pids[LINES][LINE_RANKS];
