@@ -51,12 +51,8 @@ static inline cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *propert
     memset(properties, 0, sizeof *properties);
     properties->major = 9;
     const char *same = getenv("TEST_GPU"), *node = getenv("TEST_NODE");
-    snprintf(properties->uuid.bytes, sizeof properties->uuid.bytes, "gpu %.4s %.4s", node == NULL ? host : node,
-             same != NULL  ? same
-             : device == 0 ? "0"
-             : device == 1 ? "1"
-             : device == 2 ? "2"
-                           : "3");
+    properties->uuid.bytes[0] = (char)(same != NULL ? atoi(same) : device);
+    properties->uuid.bytes[15] = (char)(node != NULL ? atoi(node) : 0);
     return cudaSuccess;
 }
 
