@@ -2,8 +2,8 @@
 //
 // A thread of each rank says every second that it is alive, to rank 0, and rank 0's to all. A rank whose connection
 // ends without a goodbye, or that is not heard from for the timeout (it is stopped, or cut off), is lost: rank 0 says
-// which and where, and all ranks exit with EXIT_RUN. Not at once: a rank that ends may have had a reason, which it, its
-// launcher, or the others in an orderly end are about to say.
+// which and where, and all ranks exit with EXIT_RUN. After a connection has ended they wait some seconds before that: a
+// rank that ends may have a reason, which it, its launcher, or the others in an orderly end are about to say.
 //
 // The program calls control_start() and control_stop(); between them the connections are the thread's.
 #ifndef CONTROL_LINE_H
@@ -31,12 +31,12 @@ typedef struct {
     pthread_t thread;
 } ControlLine;
 
-static inline void control_lose(ControlLine *self, int number, const char *reason) {
+static inline void control_lose(ControlLine *self, int number, int status) {
     self->polled[number].fd = -1;
     if (self->lost >= 0) return;
     self->lost = number;
-    self->reason = reason;
-    self->end = rendezvous_now() + CONTROL_LAST_SECONDS;
+    self->reason = rendezvous_reason(status);
+    self->end = rendezvous_now() + (status == ECONNRESET ? CONTROL_LAST_SECONDS : 0);
 }
 
 // Ends all ranks.
@@ -66,7 +66,7 @@ static inline void control_hear(ControlLine *self, int number) {
         }
     }
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    control_lose(self, number, rendezvous_reason(got == 0 ? ECONNRESET : errno));
+    control_lose(self, number, got == 0 ? ECONNRESET : errno);
 }
 
 static inline void *control_thread(void *argument) {
@@ -86,7 +86,7 @@ static inline void *control_thread(void *argument) {
             if (self->polled[i].fd < 0) continue;
             // Whether that arrives is found out by reading.
             send(ranks->peers[i].socket, &alive, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-            if (now - self->heard[i] > ranks->timeout) control_lose(self, i, rendezvous_reason(ETIMEDOUT));
+            if (now - self->heard[i] > ranks->timeout) control_lose(self, i, ETIMEDOUT);
         }
         if (self->lost >= 0 && now >= self->end) control_end(self);
     }

@@ -211,6 +211,44 @@ def test_a_lost_rank_ends_the_others(programs):
     assert results[2][2] == "", results
 
 
+@pytest.mark.full
+def test_a_cut_link_ends_all(programs):
+    """Between two machines, one of which has two ranks: both sides are gone in time, and say who the other was."""
+    names = [f"train_gpt_{side}{os.getpid()}" for side in "ab"]
+    if os.geteuid() != 0 or subprocess.run(["ip", "netns", "add", names[0]], capture_output=True).returncode != 0:
+        pytest.skip("network namespaces cannot be made here")
+    processes = []
+    try:
+        script = f"""ip netns add {names[1]}
+            ip link add v0 netns {names[0]} type veth peer name v1 netns {names[1]}
+            ip -n {names[0]} addr add 10.77.0.1/24 dev v0
+            ip -n {names[1]} addr add 10.77.0.2/24 dev v1
+            ip -n {names[0]} link set lo up
+            ip -n {names[0]} link set v0 up
+            ip -n {names[1]} link set v1 up"""
+        subprocess.run(["sh", "-ec", script], check=True)
+        ranks = [{**rank, "MASTER_ADDR": "10.77.0.1", "TEST_NODE": r // 2, "TEST_TIMEOUT": 5, "LOCAL_WORLD_SIZE": 2,
+                  "LOCAL_RANK": r % 2} for r, rank in enumerate(variables(3, 23456))]
+        processes = [subprocess.Popen(["ip", "netns", "exec", names[r // 2], programs["tcp"], "train"], env=clean(rank),
+                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                     for r, rank in enumerate(ranks)]
+        for process in processes:
+            assert process.stdout.readline().startswith("rank ")
+        subprocess.run(["ip", "-n", names[1], "link", "set", "v1", "down"], check=True)
+        cut = time.time()
+        results = finish(processes)
+        assert time.time() - cut < 5 + 5
+        assert [result[0] for result in results] == [1, 1, 1], results
+        assert re.search(r"rank 0 of 3 on \S+ failed: rank 2 on \S+ is lost: nothing was heard", results[0][2]), results
+        assert results[1][2] == "", results
+        assert re.search(r"rank 2 of 3 on \S+ failed: rank 0 on \S+ is lost: nothing was heard", results[2][2]), results
+    finally:
+        for process in processes:
+            process.kill()
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
 @pytest.mark.parametrize("ranks,says", [(slurm(2, 1), "srun without --mpi"), (variables(2, 1), "RANK and WORLD_SIZE")])
 def test_cpus_need_mpi(texts, tmp_path, ranks, says):
     """Its collectives are MPI's: ranks that it does not know of say so, once, instead of training each by itself."""
