@@ -427,7 +427,7 @@ static void test_failing_exchange(void **state) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The control line
 
-enum { LINES = 4, LINE_RANKS = 3 };
+enum { LINES = 5, LINE_RANKS = 3 };
 
 // A rank under the control line: says that it has begun, and trains until it is to end.
 static int train(Rendezvous *ranks, Result *result) {
@@ -442,7 +442,8 @@ static int train(Rendezvous *ranks, Result *result) {
     return 40 + ranks->rank;
 }
 
-// Of ranks that end in order, of one that is killed, of one that is stopped, and of rank 0 killed.
+// Of ranks that end in order, of one that is killed, of one that is stopped, of rank 0 killed, and of one that ends
+// shortly before the others, who know about it.
 static void test_control_line(void **state) {
     (void)state;
     static const struct {
@@ -455,6 +456,7 @@ static void test_control_line(void **state) {
         {1, SIGKILL, 20, "rank 1 on host1 is lost: its connection was closed", {1, 0, 0}},
         {2, SIGSTOP, 2, "rank 2 on host2 is lost: nothing was heard of it in time", {1, 0, 0}},
         {0, SIGKILL, 20, "rank 0 on host0 is lost: its connection was closed", {0, 1, 1}},
+        {1, SIGKILL, 20, "", {0, 0, 0}},
     };
     pid_t pids[LINES][LINE_RANKS];
     int outputs[LINES];
@@ -478,13 +480,13 @@ static void test_control_line(void **state) {
     }
     const double begin = rendezvous_now();
     for (int i = 0; i < LINES; i++)
-        if (lines[i].victim >= 0)
-            kill(pids[i][lines[i].victim], lines[i].number);
-        else
-            for (int r = 0; r < LINE_RANKS; r++) all[i * LINE_RANKS + r].seconds = 1;
+        if (lines[i].victim >= 0) kill(pids[i][lines[i].victim], lines[i].number);
+    usleep(1500000); // a loss is known
+    for (int i = 0; i < LINES; i++)
+        for (int r = 0; r < LINE_RANKS && lines[i].said[0] == '\0'; r++) all[i * LINE_RANKS + r].seconds = 1;
     for (int i = 0; i < LINES; i++) {
         for (int r = 0; r < LINE_RANKS; r++)
-            if (r != lines[i].victim) expect_end(pids[i][r], lines[i].victim < 0 ? 40 + r : EXIT_RUN);
+            if (r != lines[i].victim) expect_end(pids[i][r], lines[i].said[0] == '\0' ? 40 + r : EXIT_RUN);
         // On a busy machine a second may take some.
         assert_true(rendezvous_now() - begin < lines[i].timeout + CONTROL_LAST_SECONDS + 10);
         if (lines[i].victim >= 0) {
@@ -605,7 +607,7 @@ static void test_meeting_point(void **state) {
         {"SLURM_JOB_NODELIST=m[1-2] SLURM_JOB_ID=5", SRUN, 2, "m1", 0},
         {"SLURM_JOB_NODELIST=m[1-2] SLURM_JOB_ID=5", BARE, 2, "m1", 0},
         {"MASTER_ADDR=n MASTER_PORT=29500 TORCHELASTIC_RUN_ID=none", TORCHRUN, 2, "n", 29500},
-        {"MASTER_ADDR=n MASTER_PORT=29500 TORCHELASTIC_RUN_ID=none TORCHELASTIC_USE_AGENT_STORE=True", TORCHRUN, 2, "n",
+        {"MASTER_ADDR=n MASTER_PORT=1234 TORCHELASTIC_RUN_ID=none TORCHELASTIC_USE_AGENT_STORE=True", TORCHRUN, 2, "n",
          0},
     };
     Error error;
