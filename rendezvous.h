@@ -395,8 +395,10 @@ static inline bool rendezvous_host(Rendezvous *self, const MeetingPoint *point, 
             next = rendezvous_sooner(next, door->guests[i].deadline);
         }
         for (int i = 0; i < 1 + self->n_peers + guests; i++) polled[i].events = POLLIN;
-        if (poll(polled, (nfds_t)(1 + self->n_peers + guests), rendezvous_ms(next)) < 0 && errno != EINTR)
-            die("poll: %s", strerror(errno));
+        if (poll(polled, (nfds_t)(1 + self->n_peers + guests), rendezvous_ms(next)) < 0) {
+            if (errno != EINTR) die("poll: %s", strerror(errno));
+            continue;
+        }
         for (int i = 0; i < self->n_peers; i++) { // a rank says nothing until all are there: it has gone
             if (polled[1 + i].fd < 0 || polled[1 + i].revents == 0) continue;
             close(self->peers[i].socket);

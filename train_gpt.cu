@@ -464,7 +464,10 @@ int main(int argc, char **argv) {
         !(bootstrap_check(&place, world_size, &error) && (place.launched || device_check(world_size, &error))))
         die_input(&error);
     // Other ranks may see other files; what they find is agreed on later.
-    if (!config.plan && place.rank == 0 && !check_inputs(&config, world_size, &error)) die_input(&error);
+    if (!config.plan && place.rank == 0 && !check_inputs(&config, world_size, &error)) {
+        if (place.launched) bootstrap_meet(&place, (double)config.timeout, &error); // which tells the others, if it can
+        die_input(&error);
+    }
     if (!config.plan && !place.launched && world_size > 1) return bootstrap_launch(world_size, argv);
     config.nproc = world_size;
     if (strcmp(config.precision, "fp32") == 0) return train_fp32(&config, &place);

@@ -148,6 +148,15 @@ def test_a_rank_without_a_gpu(programs):
     assert results[1][2] == results[2][2] == "", results
 
 
+def test_bad_input_that_rank_0_alone_sees(programs):
+    results = finish(start(programs["tcp"], variables(3, free_port()), "bad"))
+    assert [result[0] for result in results] == [2, 2, 2], results
+    assert re.fullmatch(r"train_gpt: error: rank 0 on \S+: no such data\n", results[0][2]), results
+    assert results[1][2] == results[2][2] == "", results
+    (code, _, err), = finish(start(programs["tcp"], variables(3, free_port(), TEST_TIMEOUT=1)[:1], "bad"))
+    assert code == 1 and "no such data" in err and err.count("\n") == 1, err # though the others do not come
+
+
 def test_missing_and_refused(programs):
     """A rank that does not come is named, once; one of another job says so itself."""
     ranks = variables(4, free_port(), TEST_TIMEOUT=2)

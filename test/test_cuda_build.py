@@ -191,12 +191,12 @@ def expect_no_gpu_once(code, errors):
     assert errors.count("no GPU answers") == 1 and "rank 0 on" in errors, errors
 
 
-def run_ranks(binary, texts):
-    """Three ranks that nothing but these variables brings together."""
+def run_ranks(binary, text):
+    """Three ranks that nothing but these variables brings together: their one exit code, and all that they said."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [subprocess.Popen([binary, "--train-data", texts / "train.txt", "--steps", "3", "--timeout", "60"],
+    ranks = [subprocess.Popen([binary, "--train-data", text, "--steps", "3", "--timeout", "60"],
                               env=environment({"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank),
                                                "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}),
                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -213,7 +213,7 @@ def run_ranks(binary, texts):
 def test_ranks_that_find_no_gpu_say_so_once(whole, texts):
     if "libnccl" not in linked(whole[0]):
         pytest.skip("no NCCL here")
-    expect_no_gpu_once(*run_ranks(whole[0], texts))
+    expect_no_gpu_once(*run_ranks(whole[0], texts / "train.txt"))
     if "libmpi" in linked(whole[0]):
         before = ["mpirun", "-q", "-n", 3, "--oversubscribe"]
         process = run(whole[0], "--train-data", texts / "train.txt", "--steps", 3, env=MPI_ENV, before=before)
@@ -240,6 +240,8 @@ def test_without_mpi(texts):
     if "NCCL ?= 0" in (binary.parent / "libraries.mk").read_text():
         pytest.skip("no NCCL here")
     assert "libnccl" in linked(binary) and "libmpi" not in linked(binary)
-    expect_no_gpu_once(*run_ranks(binary, texts))
+    expect_no_gpu_once(*run_ranks(binary, texts / "train.txt"))
+    code, errors = run_ranks(binary, texts / "nothing.txt") # which rank 0 alone looks at
+    assert code == 2 and errors.count("\n") == 1 and "nothing.txt" in errors, errors
     process = run(binary, "--train-data", texts / "train.txt", "--nproc", 2)
     assert process.returncode == 2 and "no GPU answers" in process.stderr, process.stderr

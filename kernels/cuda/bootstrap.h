@@ -149,7 +149,8 @@ static inline void bootstrap_meet(const Place *place, double timeout, const Erro
         bootstrap_mpi_open(rank, world_size);
     } else {
         if (!meeting_point(place, &point, &found)) die_input(&found);
-        if (!rendezvous_open(&self->ranks, &point, rank, world_size, timeout, &found)) bootstrap_fail(&found);
+        if (!rendezvous_open(&self->ranks, &point, rank, world_size, timeout, &found))
+            bootstrap_fail(error->text[0] != '\0' ? error : &found);
     }
     BootstrapRank mine, *all = (BootstrapRank *)calloc((size_t)world_size, sizeof(BootstrapRank));
     if (all == NULL) die("no room for what %d ranks say", world_size);

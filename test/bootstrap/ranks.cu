@@ -1,7 +1,8 @@
 // ranks.cu (test): the GPU program's start, without GPUs: a rank takes its GPU, meets the others and gets NCCL's
 // identifier.
 //
-//   ranks WHAT [--nproc N]      WHAT: "end"; "train" until it is stopped; a number: that rank fails after a moment
+//   ranks WHAT [--nproc N]      WHAT: "end"; "train" until it is stopped; a number: that rank fails after a
+//                              moment; "bad": rank 0 finds bad input, and no other does
 #include "bootstrap.h"
 #include "device.h"
 #include "launch.h"
@@ -16,6 +17,11 @@ int main(int argc, char **argv) {
     if (!bootstrap_check(&place, world_size, &error) || (!place.launched && !device_check(world_size, &error)))
         die_input(&error);
     if (!place.launched && nproc > 1) return bootstrap_launch(nproc, argv);
+    if (strcmp(what, "bad") == 0 && place.rank == 0) {
+        error_set(&error, "no such data");
+        bootstrap_meet(&place, atof(getenv("TEST_TIMEOUT")), &error);
+        die_input(&error);
+    }
     stop_on_signals();
     int device = 0;
     device_choose(place.local_rank, place.local_size, &device, &error);

@@ -36,7 +36,10 @@ static int rank_program(const Place *place, const char *what, const char *folder
     }
     if (strcmp(what, "wait") == 0 || late) {
         for (int i = 0; i < 2000 && !stop_requested(); i++) nap(10);
-        if (place->rank == 0) nap(2500); // the others end meanwhile, and it is given the time that it takes
+        if (place->rank == 0) { // the others end meanwhile, and it is given the time that it takes
+            nap(2500);
+            fprintf(stderr, "rank 0 is done\n");
+        }
         return *stop_flag() == 1 ? EXIT_STOPPED : 98; // 1: by SIGUSR1 and nothing else
     }
     if (strcmp(what, "deaf") == 0) // takes no notice of being asked to stop
@@ -242,10 +245,10 @@ static void test_ends(void **state) {
          0,
          EXIT_RUN,
          {"train_gpt: rank 1 of 3 on ", " was ended by signal 11 (Segmentation fault)\n"}},
-        {"wait", RANKS_LISTEN, SIGTERM, 0, EXIT_STOPPED, {"", ""}},
-        {"wait", RANKS_LISTEN, SIGINT, 0, EXIT_STOPPED, {"", ""}},
-        {"wait", RANKS_LISTEN, SIGUSR1, 0, EXIT_STOPPED, {"", ""}},
-        {"late", RANKS_START, SIGTERM, 0, EXIT_STOPPED, {"", ""}},
+        {"wait", RANKS_LISTEN, SIGTERM, 0, EXIT_STOPPED, {"rank 0 is done\n", ""}},
+        {"wait", RANKS_LISTEN, SIGINT, 0, EXIT_STOPPED, {"rank 0 is done\n", ""}},
+        {"wait", RANKS_LISTEN, SIGUSR1, 0, EXIT_STOPPED, {"rank 0 is done\n", ""}},
+        {"late", RANKS_START, SIGTERM, 0, EXIT_STOPPED, {"rank 0 is done\n", ""}},
         // A rank that a signal to the job ended before it listened had nothing to save; one that nothing asked to stop
         // failed.
         {"late", RANKS_START, SIGTERM, SIGTERM, EXIT_STOPPED, {"", ""}},
