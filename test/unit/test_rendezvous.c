@@ -29,11 +29,14 @@ static double timeout = 20; // seconds; so long that only a failure takes it
 typedef int (*RankProgram)(Rendezvous *ranks, Result *result);
 
 static void new_point(void) {
-    uint64_t random;
-    assert_int_equal(getrandom(&random, sizeof random, 0), sizeof random);
+    unsigned char random[16];
+    uint64_t port;
+    assert_int_equal(getrandom(random, sizeof random, 0), sizeof random);
+    memcpy(&port, random + 8, sizeof port);
     memset(&point, 0, sizeof point);
-    snprintf(point.address, sizeof point.address, "127.0.0.1");
-    point.port = spawn_port(random);
+    // An address of its own, for tests that run at the same time; all of 127.0.0.0/8 is this machine.
+    snprintf(point.address, sizeof point.address, "127.%d.%d.%d", random[0], random[1], 1 + random[2] % 250);
+    point.port = spawn_port(port);
     point.token = TOKEN;
     point.source = "the test";
     timeout = 20;
@@ -158,7 +161,7 @@ static int connect_to(int port) {
     memset(&address, 0, sizeof address);
     address.sin_family = AF_INET;
     address.sin_port = htons((uint16_t)port);
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    inet_pton(AF_INET, point.address, &address.sin_addr);
     for (const double begin = rendezvous_now(); rendezvous_now() - begin < 10; usleep(10000)) {
         const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
         if (connect(fd, (struct sockaddr *)&address, sizeof address) == 0) return fd;
@@ -249,14 +252,15 @@ static void test_refused_rank(void **state) {
     expect_end(start_rank(1, 3, 0, NULL), 0);
     point.token = TOKEN;
     expect_end(start_rank(2, 7, 0, NULL), 0);
-    char where[64];
-    snprintf(where, sizeof where, "rank 0 at 127.0.0.1:%d refuses this rank: it is of another job", point.port);
+    char where[128];
+    snprintf(where, sizeof where, "rank 0 at %.20s:%d refuses this rank: it is of another job", point.address,
+             point.port);
     expect_text(1, where);
     expect_text(2, "it is one of 7 ranks, rank 0 one of 3");
     assert_true(results[1].seconds < timeout); // at once
     assert_false(results[1].ok || results[1].told || results[2].ok);
     expect_end(first, 0);
-    expect_text(0, "ranks 1-2 of 3 did not come to 127.0.0.1:");
+    expect_text(0, "ranks 1-2 of 3 did not come to 127.");
     expect_text(0, "refused was a rank 2 on host2: it is one of 7 ranks");
 }
 
@@ -319,7 +323,7 @@ static void test_missing(void **state) {
     for (int i = 0; i < 4; i++) expect_end(pids[i], 0);
     for (int i = 0; i < 4; i++) {
         const Result *result = &results[present[i]];
-        expect_text(present[i], "ranks 1, 3-5 of 8 did not come to 127.0.0.1:");
+        expect_text(present[i], "ranks 1, 3-5 of 8 did not come to 127.");
         expect_text(present[i], "within 2 s; rank 1 on else?where had come, but left");
         assert_false(result->ok);
         assert_int_equal(result->told, present[i] != 0); // rank 0 says it
@@ -334,16 +338,17 @@ static void test_no_rank_0(void **state) {
     new_point();
     timeout = 1.5;
     pids[1] = start_rank(1, 5, 0, NULL);
+    new_point();
+    const MeetingPoint taken = point;
+    timeout = 1.5;
     snprintf(point.address, sizeof point.address, "no-such-host.invalid");
     pids[2] = start_rank(2, 5, 0, NULL);
-    snprintf(point.address, sizeof point.address, "127.0.0.1");
-    uint64_t random = (uint64_t)point.port + 1;
-    point.port = spawn_port(random);
+    point = taken;
     struct sockaddr_in address;
     memset(&address, 0, sizeof address);
     address.sin_family = AF_INET;
     address.sin_port = htons((uint16_t)point.port);
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    inet_pton(AF_INET, point.address, &address.sin_addr);
     const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     assert_int_equal(bind(listener, (struct sockaddr *)&address, sizeof address), 0);
     assert_int_equal(listen(listener, 8), 0);
@@ -364,7 +369,7 @@ static void test_no_rank_0(void **state) {
         close(fd);
     }
     expect_end(pids[1], 0);
-    expect_text(1, "rank 0 cannot be reached at 127.0.0.1:");
+    expect_text(1, "rank 0 cannot be reached at 127.");
     expect_text(1, "(the test), tried for 1 s: Connection refused");
     expect_end(pids[2], 0);
     expect_text(2, "rank 0 cannot be reached at no-such-host.invalid:");
