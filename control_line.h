@@ -35,8 +35,8 @@ static inline void control_lose(ControlLine *self, int number, int status) {
     self->polled[number].fd = -1;
     if (self->lost >= 0) return;
     self->lost = number;
-    self->reason = rendezvous_reason(status);
-    self->end = rendezvous_now() + (status == ECONNRESET ? CONTROL_LAST_SECONDS : 0);
+    self->reason = tcp_reason(status);
+    self->end = tcp_now() + (status == ECONNRESET ? CONTROL_LAST_SECONDS : 0);
 }
 
 // Ends all ranks.
@@ -54,7 +54,7 @@ static inline void control_hear(ControlLine *self, int number) {
     char said[64];
     ssize_t got;
     while ((got = recv(self->ranks->peers[number].socket, said, sizeof said, MSG_DONTWAIT)) > 0) {
-        self->heard[number] = rendezvous_now();
+        self->heard[number] = tcp_now();
         for (ssize_t i = 0; i < got; i++) {
             if (said[i] == CONTROL_LOST && self->ranks->rank > 0) {
                 fflush(NULL);
@@ -75,11 +75,11 @@ static inline void *control_thread(void *argument) {
     const int n = ranks->n_peers;
     const char alive = CONTROL_ALIVE;
     for (double beat = 0;;) {
-        poll(self->polled, (nfds_t)n + 1, rendezvous_ms(beat));
+        poll(self->polled, (nfds_t)n + 1, tcp_ms(beat));
         if (self->polled[n].revents != 0) return NULL;
         for (int i = 0; i < n; i++)
             if (self->polled[i].fd >= 0 && self->polled[i].revents != 0) control_hear(self, i);
-        const double now = rendezvous_now();
+        const double now = tcp_now();
         if (now < beat) continue;
         beat = now + 1;
         for (int i = 0; i < n; i++) {
@@ -104,7 +104,7 @@ static inline void control_start(ControlLine *self, Rendezvous *ranks) {
     for (int i = 0; i <= ranks->n_peers; i++) {
         self->polled[i].fd = i < ranks->n_peers ? ranks->peers[i].socket : self->wake;
         self->polled[i].events = POLLIN;
-        if (i < ranks->n_peers) self->heard[i] = rendezvous_now();
+        if (i < ranks->n_peers) self->heard[i] = tcp_now();
     }
     sigset_t all, before; // signals are for other threads
     sigfillset(&all);

@@ -1,4 +1,4 @@
-// rendezvous.h: ranks meet over TCP, exchange a few bytes, and watch over one another.
+// rendezvous.h: ranks meet over TCP and exchange a few bytes.
 //
 // Rank 0 listens at the meeting point; the others connect to it, however late it comes, and say what program, job and
 // rank they are. It refuses what does not belong, with a reason that the refused rank gets to read, pays no attention
@@ -16,16 +16,16 @@
 #include <errno.h>
 #include <netdb.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 #include "error.h"
 #include "meeting_point.h"
+#include "tcp.h"
 
 #define RENDEZVOUS_MAGIC "traingpt"
 enum {
@@ -71,65 +71,7 @@ typedef struct {
 } Rendezvous;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sockets
-
-static inline double rendezvous_now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
-
-static inline double rendezvous_sooner(double a, double b) {
-    return a < b ? a : b;
-}
-
-// Milliseconds to wait for, at most, until a moment; rounded up, so that it has come when they are over.
-static inline int rendezvous_ms(double deadline) {
-    const double ms = 1e3 * (deadline - rendezvous_now()) + 1;
-    return ms < 0 ? 0 : ms > 60000 ? 60000 : (int)ms;
-}
-
-// Waits until a socket is ready: 0, or an errno.
-static inline int rendezvous_ready(int socket, short events, double deadline) {
-    for (;;) {
-        struct pollfd ready = {socket, events, 0};
-        const int count = poll(&ready, 1, rendezvous_ms(deadline));
-        if (count > 0) return 0;
-        if (count < 0 && errno != EINTR) return errno;
-        if (rendezvous_now() >= deadline) return ETIMEDOUT;
-    }
-}
-
-// Sends, or receives, all bytes: 0, or an errno; ECONNRESET where the other side has closed.
-static inline int rendezvous_send(int socket, const void *data, size_t bytes, double deadline) {
-    for (size_t done = 0; done < bytes;) {
-        const ssize_t sent = send(socket, (const char *)data + done, bytes - done, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (sent > 0) done += (size_t)sent;
-        if (sent >= 0 || errno == EINTR) continue;
-        if (errno != EAGAIN) return errno;
-        const int status = rendezvous_ready(socket, POLLOUT, deadline);
-        if (status != 0) return status;
-    }
-    return 0;
-}
-
-static inline int rendezvous_receive(int socket, void *data, size_t bytes, double deadline) {
-    for (size_t done = 0; done < bytes;) {
-        const ssize_t got = recv(socket, (char *)data + done, bytes - done, MSG_DONTWAIT);
-        if (got == 0) return ECONNRESET;
-        if (got > 0) done += (size_t)got;
-        if (got >= 0 || errno == EINTR) continue;
-        if (errno != EAGAIN) return errno;
-        const int status = rendezvous_ready(socket, POLLIN, deadline);
-        if (status != 0) return status;
-    }
-    return 0;
-}
-
-static inline const char *rendezvous_reason(int status) {
-    if (status == ECONNRESET || status == EPIPE) return "its connection was closed";
-    return status == ETIMEDOUT ? "nothing was heard of it in time" : strerror(status);
-}
+// Messages
 
 static inline RendezvousHeader rendezvous_header(int kind, size_t bytes) {
     RendezvousHeader header;
@@ -148,19 +90,6 @@ static inline void rendezvous_tell(int socket, int kind, const char *text) {
     memcpy(message, &header, sizeof header);
     memcpy(message + sizeof header, text, length);
     if (send(socket, message, sizeof header + length, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) return;
-}
-
-// A silent loss of the other side, or of the way to it, is an error after the timeout: what is under way has to be
-// acknowledged by then, and an idle connection is asked. No sooner: what ranks train over may be another network.
-static inline void rendezvous_configure(int socket, double timeout) {
-    const int on = 1, probes = 3, seconds = timeout < 4 ? 1 : timeout > 1000 ? 250 : (int)(timeout / 4);
-    const unsigned int user_ms = timeout > 1000 ? 1000000 : (unsigned int)(1000 * timeout);
-    setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof seconds);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof seconds);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-    setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &user_ms, sizeof user_ms);
 }
 
 // Printable, whatever came.
@@ -201,7 +130,7 @@ static inline int rendezvous_listen(const MeetingPoint *point, Error *error) {
     }
     const int on = 1, off = 0;
     int status = 0;
-    for (const double begin = rendezvous_now();; usleep(100000)) {
+    for (const double begin = tcp_now();; usleep(100000)) {
         int listener = only_four ? -1 : socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
         const bool is_six = listener >= 0 && setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off) == 0;
         if (!is_six) { // a machine without IPv6
@@ -219,7 +148,7 @@ static inline int rendezvous_listen(const MeetingPoint *point, Error *error) {
             return listener;
         status = errno;
         close(listener);
-        if (status != EADDRINUSE || rendezvous_now() - begin > RENDEZVOUS_PORT_SECONDS) break;
+        if (status != EADDRINUSE || tcp_now() - begin > RENDEZVOUS_PORT_SECONDS) break;
     }
     if (status == EADDRINUSE)
         error_set(error,
@@ -292,7 +221,7 @@ static inline void rendezvous_decide(Rendezvous *self, RendezvousDoor *door, uin
         memcpy(peer->host, hello->host, sizeof peer->host);
         peer->socket = guest->socket;
         peer->left = false;
-        rendezvous_configure(peer->socket, self->timeout);
+        tcp_configure(peer->socket, self->timeout);
         rendezvous_tell(peer->socket, RENDEZVOUS_WELCOME, error_identity()->host);
     } else {
         if (why.text[0] != '\0') {
@@ -329,7 +258,7 @@ static inline bool rendezvous_open_door(Rendezvous *self, RendezvousDoor *door, 
         RendezvousGuest *guest = &door->guests[door->count++];
         memset(guest, 0, sizeof *guest);
         guest->socket = socket;
-        guest->deadline = rendezvous_now() + RENDEZVOUS_ANSWER_SECONDS;
+        guest->deadline = tcp_now() + RENDEZVOUS_ANSWER_SECONDS;
     }
 }
 
@@ -338,7 +267,7 @@ static inline void rendezvous_listen_to(Rendezvous *self, RendezvousDoor *door, 
     RendezvousGuest *guest = &door->guests[number];
     const size_t all = sizeof guest->hello, magic = sizeof guest->hello.magic;
     const ssize_t got = recv(guest->socket, (char *)&guest->hello + guest->got, all - guest->got, MSG_DONTWAIT);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR) && rendezvous_now() < guest->deadline) return;
+    if (got < 0 && (errno == EAGAIN || errno == EINTR) && tcp_now() < guest->deadline) return;
     if (got > 0) guest->got += (size_t)got;
     const bool stranger = guest->got >= magic && memcmp(guest->hello.magic, RENDEZVOUS_MAGIC, magic) != 0;
     if (got <= 0 || stranger || guest->got == all) rendezvous_decide(self, door, token, number, guest->got == all);
@@ -379,7 +308,7 @@ static inline bool rendezvous_absent(const Rendezvous *self, const RendezvousDoo
 // Lets ranks in until all are there.
 static inline bool rendezvous_host(Rendezvous *self, const MeetingPoint *point, Error *error) {
     rendezvous_allow_files(self->world_size);
-    const double deadline = rendezvous_now() + self->timeout;
+    const double deadline = tcp_now() + self->timeout;
     const int listener = rendezvous_listen(point, error);
     if (listener < 0) return false;
     RendezvousDoor *door = (RendezvousDoor *)calloc(1, sizeof *door);
@@ -392,10 +321,10 @@ static inline bool rendezvous_host(Rendezvous *self, const MeetingPoint *point, 
         for (int i = 0; i < self->n_peers; i++) polled[1 + i].fd = self->peers[i].socket; // -1 is passed over
         for (int i = 0; i < guests; i++) {
             polled[1 + self->n_peers + i].fd = door->guests[i].socket;
-            next = rendezvous_sooner(next, door->guests[i].deadline);
+            next = tcp_sooner(next, door->guests[i].deadline);
         }
         for (int i = 0; i < 1 + self->n_peers + guests; i++) polled[i].events = POLLIN;
-        if (poll(polled, (nfds_t)(1 + self->n_peers + guests), rendezvous_ms(next)) < 0) {
+        if (poll(polled, (nfds_t)(1 + self->n_peers + guests), tcp_ms(next)) < 0) {
             if (errno != EINTR) die("poll: %s", strerror(errno));
             continue;
         }
@@ -406,12 +335,12 @@ static inline bool rendezvous_host(Rendezvous *self, const MeetingPoint *point, 
             self->peers[i].left = true;
         }
         for (int i = guests - 1; i >= 0; i--) // from the last, as one that is decided on gives its place to the last
-            if (polled[1 + self->n_peers + i].revents != 0 || rendezvous_now() >= door->guests[i].deadline)
+            if (polled[1 + self->n_peers + i].revents != 0 || tcp_now() >= door->guests[i].deadline)
                 rendezvous_listen_to(self, door, point->token, i);
         if (polled[0].revents != 0) rendezvous_open_door(self, door, point->token, listener, error);
         missing = 0;
         for (int i = 0; i < self->n_peers; i++) missing += self->peers[i].socket < 0;
-        if (missing > 0 && rendezvous_now() >= deadline) rendezvous_absent(self, door, error);
+        if (missing > 0 && tcp_now() >= deadline) rendezvous_absent(self, door, error);
     }
     while (door->count > 0) rendezvous_decide(self, door, point->token, 0, false);
     close(listener);
@@ -448,8 +377,7 @@ static inline int rendezvous_connect(const MeetingPoint *point, double deadline,
         int status = connect(fd, address->ai_addr, address->ai_addrlen) == 0 ? 0 : errno;
         if (status == EINPROGRESS || status == EINTR) {
             socklen_t size = sizeof status;
-            status = rendezvous_ready(fd, POLLOUT,
-                                      rendezvous_sooner(deadline, rendezvous_now() + RENDEZVOUS_CONNECT_SECONDS));
+            status = tcp_ready(fd, POLLOUT, tcp_sooner(deadline, tcp_now() + RENDEZVOUS_CONNECT_SECONDS));
             if (status == 0 && getsockopt(fd, SOL_SOCKET, SO_ERROR, &status, &size) != 0) status = errno;
         }
         // Where nobody listens, and the port is one that Linux gives to outgoing connections, one may meet itself.
@@ -477,7 +405,7 @@ static inline int rendezvous_connect(const MeetingPoint *point, double deadline,
 static inline void rendezvous_text(int socket, const RendezvousHeader *header, double deadline, Error *text) {
     const size_t length = header->bytes < sizeof text->text ? (size_t)header->bytes : sizeof text->text - 1;
     memset(text, 0, sizeof *text);
-    if (rendezvous_receive(socket, text->text, length, deadline) != 0)
+    if (tcp_receive(socket, text->text, length, deadline) != 0)
         snprintf(text->text, sizeof text->text, "it did not say why");
     rendezvous_clean(text->text, sizeof text->text);
 }
@@ -487,9 +415,8 @@ static inline bool rendezvous_expect(Rendezvous *self, RendezvousPeer *peer, int
                                      Error *error) {
     RendezvousHeader header;
     Error text;
-    const int status = rendezvous_receive(peer->socket, &header, sizeof header, deadline);
-    if (status != 0)
-        return error_set(error, "rank %d on %s is lost: %s", peer->rank, peer->host, rendezvous_reason(status));
+    const int status = tcp_receive(peer->socket, &header, sizeof header, deadline);
+    if (status != 0) return error_set(error, "rank %d on %s is lost: %s", peer->rank, peer->host, tcp_reason(status));
     const bool magic = memcmp(header.magic, RENDEZVOUS_MAGIC, sizeof header.magic) == 0;
     if (magic && header.kind == RENDEZVOUS_FAILED && self->rank > 0) {
         rendezvous_text(peer->socket, &header, deadline, &text);
@@ -504,7 +431,7 @@ static inline bool rendezvous_expect(Rendezvous *self, RendezvousPeer *peer, int
 
 // Connects to rank 0, trying until it is there, and waits until all others are.
 static inline bool rendezvous_join(Rendezvous *self, const MeetingPoint *point, Error *error) {
-    const double begin = rendezvous_now(), deadline = begin + self->timeout;
+    const double begin = tcp_now(), deadline = begin + self->timeout;
     RendezvousPeer *host = &self->peers[0];
     RendezvousHello hello;
     memset(&hello, 0, sizeof hello);
@@ -520,9 +447,9 @@ static inline bool rendezvous_join(Rendezvous *self, const MeetingPoint *point, 
         if (fd >= 0) {
             RendezvousHeader header;
             memset(&header, 0, sizeof header);
-            const double answer = rendezvous_sooner(deadline, rendezvous_now() + RENDEZVOUS_ANSWER_SECONDS);
-            int status = rendezvous_send(fd, &hello, sizeof hello, answer);
-            if (status == 0) status = rendezvous_receive(fd, &header, sizeof header, answer);
+            const double answer = tcp_sooner(deadline, tcp_now() + RENDEZVOUS_ANSWER_SECONDS);
+            int status = tcp_send(fd, &hello, sizeof hello, answer);
+            if (status == 0) status = tcp_receive(fd, &header, sizeof header, answer);
             const bool ours = status == 0 && memcmp(header.magic, RENDEZVOUS_MAGIC, sizeof header.magic) == 0;
             if (ours && header.kind == RENDEZVOUS_REFUSED) {
                 rendezvous_text(fd, &header, answer, &why);
@@ -538,16 +465,16 @@ static inline bool rendezvous_join(Rendezvous *self, const MeetingPoint *point, 
             close(fd);
             error_set(&why, "what is there does not answer as rank 0 would");
         }
-        if (rendezvous_now() + 1e-6 * pause_us >= deadline)
+        if (tcp_now() + 1e-6 * pause_us >= deadline)
             return error_set(error, "rank 0 cannot be reached at %s (%s), tried for %.0f s: %s", self->where,
-                             point->source, rendezvous_now() - begin, why.text);
+                             point->source, tcp_now() - begin, why.text);
         // Not all ranks at the same moments.
         usleep(pause_us / 2 + (unsigned int)((uint64_t)pause_us * (uint64_t)self->rank / (uint64_t)self->world_size));
     }
-    rendezvous_configure(host->socket, self->timeout);
+    tcp_configure(host->socket, self->timeout);
     // Rank 0's own patience ends earlier, and it says what it has waited for.
-    return rendezvous_expect(self, host, RENDEZVOUS_START, 0,
-                             rendezvous_now() + self->timeout + RENDEZVOUS_ANSWER_SECONDS, error);
+    return rendezvous_expect(self, host, RENDEZVOUS_START, 0, tcp_now() + self->timeout + RENDEZVOUS_ANSWER_SECONDS,
+                             error);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -583,24 +510,22 @@ static inline bool rendezvous_give_up(Rendezvous *self, const Error *error) {
 static inline bool rendezvous_give(const RendezvousPeer *peer, const void *data, size_t bytes, double deadline,
                                    Error *error) {
     const RendezvousHeader header = rendezvous_header(RENDEZVOUS_DATA, bytes);
-    int status = rendezvous_send(peer->socket, &header, sizeof header, deadline);
-    if (status == 0) status = rendezvous_send(peer->socket, data, bytes, deadline);
-    return status == 0 ||
-           error_set(error, "rank %d on %s is lost: %s", peer->rank, peer->host, rendezvous_reason(status));
+    int status = tcp_send(peer->socket, &header, sizeof header, deadline);
+    if (status == 0) status = tcp_send(peer->socket, data, bytes, deadline);
+    return status == 0 || error_set(error, "rank %d on %s is lost: %s", peer->rank, peer->host, tcp_reason(status));
 }
 
 static inline bool rendezvous_take(Rendezvous *self, RendezvousPeer *peer, void *data, size_t bytes, double deadline,
                                    Error *error) {
     if (!rendezvous_expect(self, peer, RENDEZVOUS_DATA, bytes, deadline, error)) return false;
-    const int status = rendezvous_receive(peer->socket, data, bytes, deadline);
-    return status == 0 ||
-           error_set(error, "rank %d on %s is lost: %s", peer->rank, peer->host, rendezvous_reason(status));
+    const int status = tcp_receive(peer->socket, data, bytes, deadline);
+    return status == 0 || error_set(error, "rank %d on %s is lost: %s", peer->rank, peer->host, tcp_reason(status));
 }
 
 // Every rank's `bytes` bytes, in rank order, to rank 0: `all` has room for world_size times as many there, and is not
 // looked at elsewhere.
 static inline bool rendezvous_gather(Rendezvous *self, const void *mine, size_t bytes, void *all, Error *error) {
-    const double deadline = rendezvous_now() + self->timeout;
+    const double deadline = tcp_now() + self->timeout;
     if (self->rank > 0) return rendezvous_give(&self->peers[0], mine, bytes, deadline, error);
     memcpy(all, mine, bytes);
     for (int i = 0; i < self->n_peers; i++)
@@ -612,7 +537,7 @@ static inline bool rendezvous_gather(Rendezvous *self, const void *mine, size_t 
 // Rank 0's `bytes` bytes to every rank. Rank 0 may still be waiting for others, and says what for when it gives up: the
 // patience of the ranks that wait for it ends later.
 static inline bool rendezvous_broadcast(Rendezvous *self, void *data, size_t bytes, Error *error) {
-    const double deadline = rendezvous_now() + self->timeout;
+    const double deadline = tcp_now() + self->timeout;
     if (self->rank > 0)
         return rendezvous_take(self, &self->peers[0], data, bytes, deadline + RENDEZVOUS_ANSWER_SECONDS, error);
     for (int i = 0; i < self->n_peers; i++)

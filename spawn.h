@@ -7,7 +7,6 @@
 #ifndef SPAWN_H
 #define SPAWN_H
 
-#include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -23,6 +22,7 @@
 #include "error.h"
 #include "meeting_point.h"
 #include "place.h"
+#include "tcp.h"
 
 enum { SPAWN_LAST_SECONDS = 2 }; // for the others, once a rank has failed
 
@@ -36,12 +36,6 @@ typedef struct {
     int killed;   // the signal that, coming after another, ended it at once
     double end;   // when what is left is killed; 0: not
 } Spawn;
-
-static inline double spawn_now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
 
 // A port of this machine that nobody has, of those that meeting_point() takes.
 static inline int spawn_port(uint64_t random) {
@@ -121,7 +115,7 @@ static inline void spawn_reap(Spawn *self) {
         if (self->first >= 0) continue;
         self->first = rank;
         self->status = status;
-        self->end = spawn_now() + SPAWN_LAST_SECONDS;
+        self->end = tcp_now() + SPAWN_LAST_SECONDS;
     }
 }
 
@@ -173,7 +167,7 @@ static inline int spawn_ranks(int nproc, char **argv) {
         if (stop && ++stops > 1 && self.killed == 0) self.killed = number;
         if (stop || number == SIGUSR1) self.asked = true;
         spawn_reap(&self);
-        if (self.killed != 0 || (self.end > 0 && spawn_now() >= self.end))
+        if (self.killed != 0 || (self.end > 0 && tcp_now() >= self.end))
             spawn_signal(&self, SIGKILL);
         else if (stop || number == SIGUSR1)
             spawn_signal(&self, SIGUSR1);

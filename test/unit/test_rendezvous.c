@@ -55,9 +55,9 @@ static pid_t start_rank(int rank, int world_size, int delay_ms, RankProgram prog
     error_identify(rank, world_size);
     snprintf(error_identity()->host, sizeof error_identity()->host, "host%d", rank);
     usleep((useconds_t)delay_ms * 1000);
-    const double begin = rendezvous_now();
+    const double begin = tcp_now();
     result->ok = rendezvous_open(&ranks, &point, rank, world_size, timeout, &error);
-    result->seconds = rendezvous_now() - begin;
+    result->seconds = tcp_now() - begin;
     result->told = ranks.told;
     memcpy(result->text, error.text, sizeof result->text);
     const int code = result->ok && program != NULL ? program(&ranks, result) : 0;
@@ -162,7 +162,7 @@ static int connect_to(int port) {
     address.sin_family = AF_INET;
     address.sin_port = htons((uint16_t)port);
     inet_pton(AF_INET, point.address, &address.sin_addr);
-    for (const double begin = rendezvous_now(); rendezvous_now() - begin < 10; usleep(10000)) {
+    for (const double begin = tcp_now(); tcp_now() - begin < 10; usleep(10000)) {
         const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
         if (connect(fd, (struct sockaddr *)&address, sizeof address) == 0) return fd;
         close(fd);
@@ -190,9 +190,9 @@ static void expect_refusal(const RendezvousHello *hello, size_t bytes, const cha
     const int fd = connect_to(point.port);
     assert_int_equal(send(fd, hello, bytes, MSG_NOSIGNAL), bytes);
     if (bytes < sizeof *hello) shutdown(fd, SHUT_WR);
-    assert_int_equal(rendezvous_receive(fd, &header, sizeof header, rendezvous_now() + 15), 0);
+    assert_int_equal(tcp_receive(fd, &header, sizeof header, tcp_now() + 15), 0);
     assert_int_equal(header.kind, RENDEZVOUS_REFUSED);
-    rendezvous_text(fd, &header, rendezvous_now() + 5, &text);
+    rendezvous_text(fd, &header, tcp_now() + 5, &text);
     if (strstr(text.text, words) == NULL) fail_msg("\"%s\" is not in: %s", words, text.text);
     char more;
     assert_true(recv(fd, &more, 1, 0) <= 0);
@@ -227,8 +227,8 @@ static void test_refused(void **state) {
         memset(hello.host, 0xff, sizeof hello.host); // not even a text
         const int fd = connect_to(point.port);
         assert_int_equal(send(fd, &hello, sizeof hello, MSG_NOSIGNAL), sizeof hello);
-        assert_int_equal(rendezvous_receive(fd, &header, sizeof header, rendezvous_now() + 5), 0);
-        rendezvous_text(fd, &header, rendezvous_now() + 5, &text);
+        assert_int_equal(tcp_receive(fd, &header, sizeof header, tcp_now() + 5), 0);
+        rendezvous_text(fd, &header, tcp_now() + 5, &text);
         if (header.kind == RENDEZVOUS_REFUSED)
             assert_string_equal(text.text, "two processes were started as rank 1, on host1 and on "
                                            "???????????????????????????????????????????????????????????????");
@@ -317,7 +317,7 @@ static void test_missing(void **state) {
     RendezvousHeader header;
     const int fd = connect_to(point.port);
     assert_int_equal(send(fd, &hello, sizeof hello, MSG_NOSIGNAL), sizeof hello);
-    assert_int_equal(rendezvous_receive(fd, &header, sizeof header, rendezvous_now() + 5), 0);
+    assert_int_equal(tcp_receive(fd, &header, sizeof header, tcp_now() + 5), 0);
     assert_int_equal(header.kind, RENDEZVOUS_WELCOME);
     close(fd);
     for (int i = 0; i < 4; i++) expect_end(pids[i], 0);
@@ -484,7 +484,7 @@ static void test_control_line(void **state) {
             for (int n = 0; n < 1000 && results[r].seconds != -1; n++) usleep(10000);
         results = all;
     }
-    const double begin = rendezvous_now();
+    const double begin = tcp_now();
     for (int i = 0; i < LINES; i++)
         if (lines[i].victim >= 0) kill(pids[i][lines[i].victim], lines[i].number);
     usleep(1500000); // a loss is known
@@ -494,7 +494,7 @@ static void test_control_line(void **state) {
         for (int r = 0; r < LINE_RANKS; r++)
             if (r != lines[i].victim) expect_end(pids[i][r], lines[i].said[0] == '\0' ? 40 + r : EXIT_RUN);
         // On a busy machine a second may take some.
-        assert_true(rendezvous_now() - begin < lines[i].timeout + CONTROL_LAST_SECONDS + 10);
+        assert_true(tcp_now() - begin < lines[i].timeout + CONTROL_LAST_SECONDS + 10);
         if (lines[i].victim >= 0) {
             kill(pids[i][lines[i].victim], SIGKILL);
             expect_end(pids[i][lines[i].victim], -SIGKILL);
