@@ -28,7 +28,8 @@ static double timeout = 20; // seconds; so long that only a failure takes it
 
 typedef int (*RankProgram)(Rendezvous *ranks, Result *result);
 
-static void new_point(void) {
+// A meeting of its own; the results of so many ranks are poisoned.
+static void new_point(int ranks) {
     unsigned char random[16];
     uint64_t port;
     assert_int_equal(getrandom(random, sizeof random, 0), sizeof random);
@@ -40,7 +41,7 @@ static void new_point(void) {
     point.token = TOKEN;
     point.source = "the test";
     timeout = 20;
-    memset(results, 0xcd, RANKS * sizeof *results);
+    memset(results, 0xcd, (size_t)ranks * sizeof *results);
 }
 
 // Starts a rank that joins the others after a while, then runs a program, whose result is its exit code.
@@ -127,10 +128,10 @@ static void test_meet(void **state) {
     (void)state;
     static const int worlds[] = {2, 3, 5, 16};
     for (size_t i = 0; i < sizeof worlds / sizeof worlds[0]; i++) {
-        new_point();
+        new_point(RANKS);
         meet(worlds[i], exchange_little);
     }
-    new_point();
+    new_point(RANKS);
     meet(5, exchange_much);
 }
 
@@ -141,7 +142,7 @@ static void test_addresses(void **state) {
     char host[64] = "";
     gethostname(host, sizeof host - 1);
     for (size_t i = 0; i < 4; i++) {
-        new_point();
+        new_point(RANKS);
         snprintf(point.address, sizeof point.address, "%s", i < 3 ? addresses[i] : host);
         struct addrinfo *found = NULL;
         if (getaddrinfo(point.address, NULL, NULL, &found) != 0) continue; // a machine without it
@@ -201,7 +202,7 @@ static void expect_refusal(const RendezvousHello *hello, size_t bytes, const cha
 
 static void test_refused(void **state) {
     (void)state;
-    new_point();
+    new_point(RANKS);
     const pid_t first = start_rank(0, 3, 0, exchange_little), second = start_rank(1, 3, 0, exchange_little);
     RendezvousHello hello = hello_of(2, 3);
     hello.version = 9;
@@ -245,7 +246,7 @@ static void test_refused(void **state) {
 // The refused rank's own words.
 static void test_refused_rank(void **state) {
     (void)state;
-    new_point();
+    new_point(RANKS);
     timeout = 2;
     const pid_t first = start_rank(0, 3, 0, NULL);
     point.token = 5;
@@ -269,7 +270,7 @@ static void test_strangers(void **state) {
     (void)state;
     enum { SILENT = 2 * RENDEZVOUS_GUESTS }; // most of them just stay
     int silent[SILENT];
-    new_point();
+    new_point(RANKS);
     const pid_t first = start_rank(0, 4, 0, exchange_little);
     static const char *const words[] = {"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "", "traing", "traingpt\1\0\0\0", "\n"};
     RendezvousHello half = hello_of(1, 4);
@@ -307,7 +308,7 @@ static int leave(Rendezvous *ranks, Result *result) {
 
 static void test_missing(void **state) {
     (void)state;
-    new_point();
+    new_point(RANKS);
     timeout = 1.5;
     pid_t pids[8];
     static const int present[] = {0, 2, 6, 7};
@@ -335,10 +336,10 @@ static void test_missing(void **state) {
 static void test_no_rank_0(void **state) {
     (void)state;
     pid_t pids[5] = {0};
-    new_point();
+    new_point(RANKS);
     timeout = 1.5;
     pids[1] = start_rank(1, 5, 0, NULL);
-    new_point();
+    new_point(RANKS);
     const MeetingPoint taken = point;
     timeout = 1.5;
     snprintf(point.address, sizeof point.address, "no-such-host.invalid");
@@ -415,7 +416,7 @@ static void test_failing_exchange(void **state) {
         {silent_in_exchange, "rank 2 on host2 is lost: nothing was heard of it in time", {3, 5, 0}},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        new_point();
+        new_point(RANKS);
         timeout = cases[i].program == silent_in_exchange ? 2 : 20;
         pid_t pids[3];
         for (int r = 0; r < 3; r++) pids[r] = start_rank(r, 3, 0, cases[i].program);
@@ -468,7 +469,8 @@ static void test_control_line(void **state) {
     int outputs[LINES];
     Result *all = results;
     for (int i = 0; i < LINES; i++) { // at the same time, as a loss takes some seconds
-        new_point();
+        results = all + i * LINE_RANKS;
+        new_point(LINE_RANKS);
         timeout = lines[i].timeout;
         FILE *file = tmpfile();
         assert_non_null(file);
@@ -476,7 +478,6 @@ static void test_control_line(void **state) {
         fclose(file);
         const int own = dup(STDERR_FILENO);
         dup2(outputs[i], STDERR_FILENO);
-        results = all + i * LINE_RANKS;
         for (int r = 0; r < LINE_RANKS; r++) pids[i][r] = start_rank(r, LINE_RANKS, 0, train);
         dup2(own, STDERR_FILENO);
         close(own);
@@ -491,8 +492,11 @@ static void test_control_line(void **state) {
     for (int i = 0; i < LINES; i++)
         for (int r = 0; r < LINE_RANKS && lines[i].said[0] == '\0'; r++) all[i * LINE_RANKS + r].seconds = 1;
     for (int i = 0; i < LINES; i++) {
-        for (int r = 0; r < LINE_RANKS; r++)
-            if (r != lines[i].victim) expect_end(pids[i][r], lines[i].said[0] == '\0' ? 40 + r : EXIT_RUN);
+        int codes[LINE_RANKS];
+        for (int r = 0; r < LINE_RANKS; r++) {
+            if (r == lines[i].victim) continue;
+            assert_int_equal(waitpid(pids[i][r], &codes[r], 0), pids[i][r]);
+        }
         // On a busy machine a second may take some.
         assert_true(tcp_now() - begin < lines[i].timeout + CONTROL_LAST_SECONDS + 10);
         if (lines[i].victim >= 0) {
@@ -504,6 +508,11 @@ static void test_control_line(void **state) {
         assert_true(length >= 0);
         text[length] = '\0';
         close(outputs[i]);
+        for (int r = 0; r < LINE_RANKS; r++) {
+            const int code = lines[i].said[0] == '\0' ? 40 + r : EXIT_RUN;
+            if (r != lines[i].victim && codes[r] != code << 8)
+                fail_msg("line %d, rank %d: wait status %x\n%s", i, r, (unsigned)codes[r], text);
+        }
         int said = 0;
         for (int r = 0; r < LINE_RANKS; r++) {
             char line[256];
