@@ -10,7 +10,7 @@ for word in "$@"; do
   case $word in
     build) packages+=(gcc make pkg-config libc6-dev libdnnl-dev libopenmpi-dev openmpi-bin libcjson-dev) ;;
     test) packages+=(g++ libcmocka-dev python3 python3-pytest) ;;
-    reference) packages+=(python3-torch python3-numpy python3-pip) ;;
+    reference) packages+=(python3-torch python3-numpy python3-pip python3-venv) ;;
     *) packages+=("$word") ;;
   esac
 done
