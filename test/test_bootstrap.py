@@ -157,18 +157,6 @@ def test_bad_input_that_rank_0_alone_sees(programs):
     assert code == 1 and "no such data" in err and err.count("\n") == 1, err # though the others do not come
 
 
-def test_missing_and_refused(programs):
-    """A rank that does not come is named, once; one of another job says so itself."""
-    ranks = variables(4, free_port(), TEST_TIMEOUT=2)
-    ranks[3]["TRAIN_GPT_JOB"] = "another"
-    results = finish(start(programs["tcp"], [ranks[0], ranks[1], ranks[3]]))
-    assert [result[0] for result in results] == [1, 1, 1], results
-    assert re.search(r"rank 0 of 4 on \S+ failed: ranks 2-3 of 4 did not come to 127.0.0.1:\d+ within 2 s; refused was "
-                     r"a rank 3 on ", results[0][2]), results
-    assert results[1][2] == "", results
-    assert re.search(r"rank 3 of 4 on \S+ failed: rank 0 at \S+ refuses this rank: it is of another job", results[2][2])
-
-
 def test_settings_without_sense(programs):
     """Said at once, and once."""
     for extra, says in (({"MASTER_PORT": "x"}, "MASTER_PORT is"), ({"MASTER_ADDR": None, "LOCAL_WORLD_SIZE": 1,
@@ -186,38 +174,48 @@ def children(pid):
         return [int(word) for word in file.read().split()]
 
 
-def test_launched_ranks_end_together(programs):
-    """A failing rank, a killed one, and a stop that is asked for: one line, and nobody is left."""
+def test_what_ends_ranks(programs):
+    """All at once, as each takes some seconds.
+
+    With a launcher: a failing rank, a killed one, and a stop that is asked for: one line, and nobody is left. Without:
+    ranks notice that one is lost, and say which. A rank that does not come is named, once; one of another job says so
+    itself."""
     killed, stopped = start(programs["tcp"], [{}, {}], "train", "--nproc", "3")
     fails, = start(programs["tcp"], [{}], "1", "--nproc", "3")
-    for process in (killed, stopped):
-        for _ in range(3):
-            assert process.stdout.readline().startswith("rank ")
-    ranks = children(killed.pid)
-    assert len(ranks) == 3
-    os.kill(ranks[2], signal.SIGKILL)
+    port = free_port()
+    lost = start(programs["tcp"], variables(3, port, MASTER_ADDR="127.0.0.2"), "train")
+    ranks = variables(4, port, MASTER_ADDR="127.0.0.3", TEST_TIMEOUT=2)
+    ranks[3]["TRAIN_GPT_JOB"] = "another"
+    waiting = start(programs["tcp"], [ranks[0], ranks[1], ranks[3]])
+
+    for process in (killed, killed, killed, stopped, stopped, stopped, *lost):
+        assert process.stdout.readline().startswith("rank ")
+    pids = children(killed.pid)
+    assert len(pids) == 3
+    os.kill(pids[2], signal.SIGKILL)
     stopped.send_signal(signal.SIGTERM)
+    lost[1].kill()
+    begin = time.time()
     (code, _, err), = finish([killed])
     assert code == 1 and re.fullmatch(r"train_gpt: rank 2 of 3 on \S+ was ended by signal 9 \(Killed\)\n", err), err
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
     (code, _, err), = finish([fails])
     assert code == 1 and re.fullmatch(r"train_gpt: rank 1 of 3 on \S+ failed: out of luck \(.*\)\n", err), err
     (code, _, err), = finish([stopped])
     assert code == 75 and err == "", err
 
-
-def test_a_lost_rank_ends_the_others(programs):
-    """Without a launcher that watches: ranks notice, and say which."""
-    processes = start(programs["tcp"], variables(3, free_port()), "train")
-    for process in processes:
-        assert process.stdout.readline().startswith("rank ")
-    processes[1].kill()
-    killed = time.time()
-    results = finish(processes)
-    assert time.time() - killed < 20
+    results = finish(lost)
+    assert time.time() - begin < 20
     assert [result[0] for result in results] == [1, -signal.SIGKILL, 1], results
     assert re.search(r"rank 0 of 3 on \S+ failed: rank 1 on \S+ is lost: its connection was closed", results[0][2])
     assert results[2][2] == "", results
+
+    results = finish(waiting)
+    assert [result[0] for result in results] == [1, 1, 1], results
+    assert re.search(r"rank 0 of 4 on \S+ failed: ranks 2-3 of 4 did not come to 127.0.0.3:\d+ within 2 s; refused was "
+                     r"a rank 3 on ", results[0][2]), results
+    assert results[1][2] == "", results
+    assert re.search(r"rank 3 of 4 on \S+ failed: rank 0 at \S+ refuses this rank: it is of another job", results[2][2])
 
 
 @pytest.mark.full
