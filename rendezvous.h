@@ -32,7 +32,7 @@ enum {
     RENDEZVOUS_VERSION = 1,
     RENDEZVOUS_ANSWER_SECONDS = 10, // that one side may take for a hello, the other for its answer
     RENDEZVOUS_CONNECT_SECONDS = 5, // for an address to accept a connection
-    RENDEZVOUS_PORT_SECONDS = 1,    // that a port may stay in use
+    RENDEZVOUS_PORT_SECONDS = 1,    // that a port may stay in use, as by a rank that has met itself
     RENDEZVOUS_GUESTS = 256         // connections that have not yet said who they are
 };
 
