@@ -167,7 +167,7 @@ DECLARE_TRAINER(TRAIN) {
     cudaStream_t compute, communication;
     int device_number = 0;
     device_choose(place->local_rank, place->local_size, &device_number, &error);
-    bootstrap_meet(place->rank, place->world_size, &error);
+    bootstrap_meet(place, (double)config->timeout, &error);
     int least = 0, greatest = 0;
     cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     cuda_check(cudaStreamCreate(&compute));
@@ -448,11 +448,15 @@ int main(int argc, char **argv) {
     }
     if (config.plan) place.local_size = node_ranks; // which share the cores, as in the run: scratch is per thread
     if (!config_check(&config, world_size, node_ranks, &error)) die_input(&error);
-    if (!config.plan && !(bootstrap_check(world_size, &error) && (place.launched || device_check(world_size, &error))))
+    if (!config.plan &&
+        !(bootstrap_check(&place, world_size, &error) && (place.launched || device_check(world_size, &error))))
         die_input(&error);
     // Other ranks may see other files; what they find is agreed on later.
-    if (!config.plan && place.rank == 0 && !check_inputs(&config, world_size, &error)) die_input(&error);
-    if (!config.plan && !place.launched && world_size > 1) return launch_ranks(world_size, argv);
+    if (!config.plan && place.rank == 0 && !check_inputs(&config, world_size, &error)) {
+        if (place.launched) bootstrap_meet(&place, (double)config.timeout, &error); // which tells the others, if it can
+        die_input(&error);
+    }
+    if (!config.plan && !place.launched && world_size > 1) return bootstrap_launch(world_size, argv);
     config.nproc = world_size;
     if (strcmp(config.precision, "fp32") == 0) return train_fp32(&config, &place);
     if (strcmp(config.gradient_dtype, "fp32") == 0) return train_bf16_gradfp32(&config, &place);
