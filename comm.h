@@ -20,6 +20,7 @@
 #include "memory.h"
 #include "random.h"
 #include "trace.h"
+#include "watchdog.h"
 
 typedef enum {
     COMM_ALL_REDUCE,
@@ -54,6 +55,7 @@ typedef struct {
     int rank, size;
     cudaStream_t stream; // where its collectives run
     TraceTrack track;    // where a trace shows them
+    const char *what;    // the next ones are for: a unit's name, or a text that stays
 } Group;
 
 // A way between two neighbouring stages: the sender is rank 0 of a group of two. Each has a stream of its own, so that
@@ -61,6 +63,20 @@ typedef struct {
 enum { FORWARD_IN, FORWARD_OUT, BACKWARD_IN, BACKWARD_OUT, CHANNELS };
 
 enum { COMM_MAX_MESSAGE = 64 }; // bytes that a rank may give to comm_gather()
+
+// An exchange that has been put into a stream. `event` stands behind it there.
+typedef struct {
+    Purpose purpose;
+    int kind;
+    uint64_t payload_bytes;
+    cudaStream_t stream;
+    cudaEvent_t event;
+} CommCall;
+
+enum {
+    COMM_CALLS = 1024,     // that are remembered
+    COMM_GRACE_SECONDS = 2 // that a device which watches its own collectives, and knows more, is given to say so
+};
 
 typedef struct {
     int rank, world_size;
@@ -85,8 +101,14 @@ typedef struct {
     void **handles;     // of registered buffers: handles[i] with communicator handle_owners[i]
     ncclComm_t *handle_owners;
     int n_handles;
-    Trace *trace; // of the step at hand, or NULL
-    int span;     // of the call at hand in it
+    const char *phase; // of the run, and the step in it: for messages
+    int64_t step;
+    CommCall *calls;           // (COMM_CALLS): call n, counted from 0, is calls[n % COMM_CALLS]
+    uint64_t issued, recorded; // calls put into streams; calls whose events are, too
+    uint64_t oldest;           // the first that may not be done
+    bool grouped;              // between comm_begin_group() and comm_end_group()
+    Trace *trace;              // of the step at hand, or NULL
+    int span;                  // of the call at hand in it
 } Comm;
 
 static inline size_t comm_type_bytes(ncclDataType_t type) {
@@ -131,7 +153,19 @@ static inline Group comm_group(int id, int rank, int size, cudaStream_t stream) 
     group.size = size;
     group.stream = stream;
     group.track = TRACE_COMMUNICATION;
+    group.what = "all ranks";
     return group;
+}
+
+// What comes next is part of this: "step", 17. phase: a text that stays; step -1: none.
+static inline void comm_phase(Comm *comm, const char *phase, int64_t step) {
+    comm->phase = phase;
+    comm->step = step;
+}
+
+// The next collectives of data-parallel ranks are for this unit.
+static inline void comm_name(Comm *comm, const char *unit) {
+    comm->data.what = comm->shard.what = comm->replica.what = unit;
 }
 
 // Opens the ways between stages. wrap: from the last to the first too, where a rank holds several stages. A rank takes
@@ -151,6 +185,7 @@ static inline void comm_open_channels(Comm *comm, bool wrap) {
             if (takes_part) {
                 *channel = comm_group(8 + kind, sends ? 0 : 1, 2, NULL);
                 channel->track = (TraceTrack)(TRACE_CHANNELS + kind);
+                channel->what = "stage boundary";
             }
             if (comm->planning) continue;
             const int color = takes_part ? link * (comm->world_size / P) + column : NCCL_SPLIT_NOCOLOR;
@@ -173,8 +208,8 @@ typedef struct {
 
 // Opens the communicators of this rank; with memory->planning nothing is opened, and the streams are not used:
 // `compute` for what tensor ranks exchange, `communication` for the rest. A rank that waits for the others for longer
-// than `timeout` seconds dies (NCCL's interface has no such setting; the CPU device, which knows what it waits for,
-// reads it from the environment).
+// than `timeout` seconds dies (NCCL's interface has no such setting; the CPU device, which knows what and whom it waits
+// for, reads it from the environment).
 static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOptions *options, cudaStream_t compute,
                              cudaStream_t communication) {
     memset(comm, 0, sizeof *comm);
@@ -198,6 +233,8 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOpt
     comm->tied = comm_group(5, is_tied && last ? 1 : 0, is_tied ? 2 : 1, communication);
     comm->timeout = options->timeout;
     comm->deterministic = options->deterministic;
+    comm_phase(comm, "start", -1);
+    comm->tensor.what = comm->tied.what = "wte";
     memory->allocate = comm_allocate;
     memory->release = comm_release;
     size_t message_bytes = ((size_t)world_size + 1) * COMM_MAX_MESSAGE;
@@ -211,6 +248,10 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOpt
     snprintf(seconds, sizeof seconds, "%lld", (long long)options->timeout);
     setenv("TRAIN_GPT_TIMEOUT", seconds, 1);
     cuda_check(cudaMallocHost((void **)&comm->staging, message_bytes));
+    comm->calls = (CommCall *)calloc(COMM_CALLS, sizeof(CommCall));
+    if (comm->calls == NULL) die("no memory for what the last collectives were");
+    for (int i = 0; i < COMM_CALLS; i++)
+        cuda_check(cudaEventCreateWithFlags(&comm->calls[i].event, cudaEventDisableTiming));
     const ncclUniqueId id = bootstrap_id(rank, world_size);
     ncclResult_t status = ncclCommInitRank(&comm->world.nccl, world_size, id, rank);
     if (status != ncclSuccess)
@@ -227,6 +268,7 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOpt
         nccl_check(ncclCommSplit(comm->world.nccl, column, rank, &comm->tied.nccl, NULL));
     }
     comm_open_channels(comm, options->pipeline_chunks);
+    watchdog_end(); // the ranks have met
 }
 
 // The groups of this rank that have a communicator, those last whose communicator others may share.
@@ -267,20 +309,35 @@ static inline void comm_register(Comm *comm, const Memory *memory) {
 // Waiting
 
 typedef struct {
-    double begin; // 0: not looked yet
+    double begin; // of the wait for call `oldest`; 0: not looked yet
+    uint64_t oldest;
     int looks;
 } CommPatience;
 
 static inline double comm_seconds(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+    return watchdog_clock();
 }
 
-// One look at what has `status`: false if it is done. Ends the run where NCCL reports an error, and where other ranks
-// have been waited for too long: a second later than a device that watches its own collectives, and knows more. Gives
-// way to other threads first, then sleeps briefly.
-static inline bool comm_look(const Comm *comm, CommPatience *patience, cudaError_t status, const char *what) {
+// Passes over the calls that are done: comm->oldest is not, or is comm->recorded. Each has a stream's order only, so
+// later ones may be done as well.
+static inline void comm_pass_done(Comm *comm) {
+    if (comm->issued - comm->oldest > COMM_CALLS) comm->oldest = comm->issued - COMM_CALLS;
+    while (comm->oldest < comm->recorded && cudaEventQuery(comm->calls[comm->oldest % COMM_CALLS].event) == cudaSuccess)
+        comm->oldest++;
+}
+
+// Ends the run, as call comm->oldest has not been done for so many seconds. NCCL's communicators are not aborted: that
+// would wait for NCCL's own threads, and the end of the process frees all that they hold.
+__attribute__((noreturn)) static inline void comm_give_up(const Comm *comm, const char *what, double waited) {
+    const CommCall *call = &comm->calls[comm->oldest % COMM_CALLS];
+    char text[PURPOSE_TEXT];
+    die("%s: %s of %.4g MB: waited %.0f s for it, and so for %s", purpose_text(&call->purpose, text),
+        comm_kind_name(call->kind), (double)call->payload_bytes / 1e6, waited, what);
+}
+
+// One look at what has `status`: false if it is done. Ends the run where NCCL reports an error, and where a collective
+// has been waited for too long. Gives way to other threads first, then sleeps briefly.
+static inline bool comm_look(Comm *comm, CommPatience *patience, cudaError_t status, const char *what) {
     if (status == cudaSuccess) return false;
     if (patience->looks++ % 64 == 0 || status != cudaErrorNotReady) {
         const Group *groups[COMM_GROUPS];
@@ -288,14 +345,23 @@ static inline bool comm_look(const Comm *comm, CommPatience *patience, cudaError
         for (int i = 0; i < n; i++) {
             ncclResult_t error = ncclSuccess;
             nccl_check(ncclCommGetAsyncError(groups[i]->nccl, &error));
-            if (error != ncclSuccess && error != ncclInProgress)
-                die("%s: %s (%s)", what, ncclGetErrorString(error), ncclGetLastError(groups[i]->nccl));
+            if (error != ncclSuccess && error != ncclInProgress) {
+                const Purpose purpose = {what, comm->phase, comm->step};
+                char text[PURPOSE_TEXT];
+                die("%s: %s (%s)", purpose_text(&purpose, text), ncclGetErrorString(error),
+                    ncclGetLastError(groups[i]->nccl));
+            }
         }
         if (status != cudaErrorNotReady) die("%s: %s", what, cudaGetErrorString(status));
+        comm_pass_done(comm);
         const double now = comm_seconds();
-        if (patience->begin == 0) patience->begin = now;
-        if (comm->world_size > 1 && now - patience->begin > (double)comm->timeout + 1)
-            die("%s: not there after this rank has waited %.0f s", what, now - patience->begin);
+        const bool waits = comm->oldest < comm->recorded; // else this rank computes
+        if (patience->begin == 0 || !waits || patience->oldest != comm->oldest) {
+            patience->begin = now;
+            patience->oldest = comm->oldest;
+        }
+        if (comm->world_size > 1 && now - patience->begin > (double)(comm->timeout + COMM_GRACE_SECONDS))
+            comm_give_up(comm, what, now - patience->begin);
     }
     if (patience->looks < 512) {
         sched_yield();
@@ -309,18 +375,18 @@ static inline bool comm_look(const Comm *comm, CommPatience *patience, cudaError
 // Wait until everything queued on a stream, or what an event was recorded behind, is done. `what` is for messages.
 // Whoever waits with cudaStreamSynchronize() for something that waits for other ranks waits for ever if one is gone; so
 // nothing in a step does, and nothing copies to memory that is not pinned, which would wait likewise.
-static inline void comm_wait(const Comm *comm, cudaStream_t stream, const char *what) {
-    CommPatience patience = {0, 0};
+static inline void comm_wait(Comm *comm, cudaStream_t stream, const char *what) {
+    CommPatience patience = {0, 0, 0};
     while (comm_look(comm, &patience, cudaStreamQuery(stream), what)) continue;
 }
 
-static inline void comm_wait_event(const Comm *comm, cudaEvent_t event, const char *what) {
-    CommPatience patience = {0, 0};
+static inline void comm_wait_event(Comm *comm, cudaEvent_t event, const char *what) {
+    CommPatience patience = {0, 0, 0};
     while (comm_look(comm, &patience, cudaEventQuery(event), what)) continue;
 }
 
 // Waits for everything that this rank has been given to exchange.
-static inline void comm_finish(const Comm *comm) {
+static inline void comm_finish(Comm *comm) {
     comm_wait(comm, comm->stream, "the last collectives");
     for (int i = 0; i < CHANNELS; i++)
         if (comm->channels[i].size > 0) comm_wait(comm, comm->channels[i].stream, "the neighbouring stages");
@@ -330,6 +396,7 @@ static inline void comm_finish(const Comm *comm) {
 static inline void comm_free(Comm *comm) {
     if (comm->planning) return;
     comm_finish(comm);
+    watchdog_begin("has not parted from the other ranks", (double)comm->timeout);
     for (int i = 0; i < comm->n_handles; i++) nccl_check(ncclCommDeregister(comm->handle_owners[i], comm->handles[i]));
     const Group *groups[COMM_GROUPS];
     const int n = comm_groups(comm, groups);
@@ -341,13 +408,39 @@ static inline void comm_free(Comm *comm) {
     for (int i = 0; i < CHANNELS; i++)
         if (comm->channels[i].size > 0) cuda_check(cudaStreamDestroy(comm->channels[i].stream));
     bootstrap_close();
+    watchdog_end();
+    for (int i = 0; i < COMM_CALLS; i++) cuda_check(cudaEventDestroy(comm->calls[i].event));
     cuda_check(cudaFreeHost(comm->staging));
+    free(comm->calls);
     free(comm->handles);
     free(comm->handle_owners);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Collectives
+
+// Before and after a call of NCCL. The first that ranks make on a communicator connects them, and waits meanwhile.
+static inline void comm_issue(Comm *comm, CommKind kind, const Group *group, uint64_t payload_bytes) {
+    CommCall *call = &comm->calls[comm->issued++ % COMM_CALLS];
+    Purpose *purpose = purpose_now();
+    purpose->what = group->what;
+    purpose->phase = comm->phase;
+    purpose->step = comm->step;
+    call->purpose = *purpose;
+    call->kind = kind;
+    call->payload_bytes = payload_bytes;
+    call->stream = group->stream;
+    watchdog_begin("a call of NCCL has not returned", (double)(comm->timeout + COMM_GRACE_SECONDS));
+}
+
+static inline void comm_issued(Comm *comm) {
+    if (comm->grouped) return; // it is put into its stream when the group ends
+    watchdog_end();
+    for (; comm->recorded < comm->issued; comm->recorded++) {
+        const CommCall *call = &comm->calls[comm->recorded % COMM_CALLS];
+        cuda_check(cudaEventRecord(call->event, call->stream));
+    }
+}
 
 // Counts a call. Unless the run is only planned, returns true: it is to be made, between comm_count() and comm_done().
 static inline bool comm_count(Comm *comm, CommKind kind, const Group *group, uint64_t payload_bytes) {
@@ -361,12 +454,14 @@ static inline bool comm_count(Comm *comm, CommKind kind, const Group *group, uin
     count->bus_bytes += point_to_point ? payload_bytes : passes * share;
     comm->sequence = random_mix(comm->sequence + payload_bytes * COMM_KINDS + (uint64_t)kind) + (uint64_t)group->id;
     if (comm->planning) return false;
-    comm->span = trace_begin(comm->trace, group->track, group->stream, "%s %.3g MB", comm_kind_name(kind),
-                             (double)payload_bytes / 1e6);
+    comm->span = trace_begin(comm->trace, group->track, group->stream, "%s %s, %.3g MB", comm_kind_name(kind),
+                             group->what, (double)payload_bytes / 1e6);
+    comm_issue(comm, kind, group, payload_bytes);
     return true;
 }
 
 static inline void comm_done(Comm *comm, const Group *group) {
+    comm_issued(comm);
     trace_end(comm->trace, comm->span, group->stream);
 }
 
@@ -417,16 +512,21 @@ static inline void comm_recv(Comm *comm, const Group *channel, void *buffer, siz
 }
 
 // Collectives between these two are launched together: on a GPU small ones cost their launch more than their bytes.
-static inline void comm_begin_group(const Comm *comm) {
-    if (!comm->planning) nccl_check(ncclGroupStart());
+static inline void comm_begin_group(Comm *comm) {
+    if (comm->planning) return;
+    comm->grouped = true;
+    nccl_check(ncclGroupStart());
 }
-static inline void comm_end_group(const Comm *comm) {
-    if (!comm->planning) nccl_check(ncclGroupEnd());
+static inline void comm_end_group(Comm *comm) {
+    if (comm->planning) return;
+    nccl_check(ncclGroupEnd());
+    comm->grouped = false;
+    comm_issued(comm);
 }
 
 // Every rank's `bytes` bytes, in rank order, to every rank: returns world_size times `bytes`, valid until the next
 // call. Host memory; waits until everything queued on the communication stream, and this, is done. For scalars and
-// flags: counted apart.
+// flags: counted apart. Their purpose is that of comm->world, which this resets.
 static inline const void *comm_gather(Comm *comm, const void *mine, size_t bytes) {
     if (bytes > COMM_MAX_MESSAGE) die("a message of %zu bytes is too long", bytes);
     const size_t all_bytes = bytes * (size_t)comm->world_size;
@@ -438,6 +538,7 @@ static inline const void *comm_gather(Comm *comm, const void *mine, size_t bytes
     comm_done(comm, &comm->world);
     cuda_check(cudaMemcpyAsync(answers, all, all_bytes, cudaMemcpyDeviceToHost, comm->stream));
     comm_wait(comm, comm->stream, "the collectives of this step and the scalars of all ranks");
+    comm->world.what = "all ranks";
     return answers;
 }
 
@@ -448,7 +549,9 @@ static inline void comm_broadcast(Comm *comm, int root, void *data, size_t bytes
         char *at = (char *)data + done;
         memcpy(comm->staging, at, piece);
         cuda_check(cudaMemcpyAsync(comm->message, comm->staging, piece, cudaMemcpyHostToDevice, comm->stream));
+        comm_issue(comm, COMM_SCALARS, &comm->world, piece);
         nccl_check(ncclBroadcast(comm->message, comm->message, piece, ncclUint8, root, comm->world.nccl, comm->stream));
+        comm_issued(comm);
         cuda_check(cudaMemcpyAsync(comm->staging, comm->message, piece, cudaMemcpyDeviceToHost, comm->stream));
         comm_wait(comm, comm->stream, "a broadcast");
         memcpy(at, comm->staging, piece);

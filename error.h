@@ -65,15 +65,8 @@ __attribute__((noreturn)) static inline void die_input(const Error *error) {
     _exit(EXIT_INPUT);
 }
 
-// Ends the process because the run failed: one line that says who, what and where. _exit, not exit: other threads may
-// be inside a collective, and handlers that wait for them would hang. The launcher then takes the other ranks down.
-__attribute__((noreturn, format(printf, 3, 4))) static inline void die_at(const char *file, int line,
-                                                                          const char *format, ...) {
-    char what[1024];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(what, sizeof what, format, arguments);
-    va_end(arguments);
+// Says that the run fails: one line that says who, what and where.
+static inline void error_say_failure(const char *file, int line, const char *what) {
     const ErrorIdentity *self = error_identity();
     fflush(stdout);
     if (self->world_size > 1)
@@ -82,6 +75,18 @@ __attribute__((noreturn, format(printf, 3, 4))) static inline void die_at(const 
     else
         fprintf(stderr, "train_gpt: failed: %s (%s:%d)\n", what, file, line);
     fflush(stderr);
+}
+
+// Ends the process because the run failed. _exit, not exit: other threads may be inside a collective, and handlers that
+// wait for them would hang. The launcher then takes the other ranks down.
+__attribute__((noreturn, format(printf, 3, 4))) static inline void die_at(const char *file, int line,
+                                                                          const char *format, ...) {
+    char what[1024];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(what, sizeof what, format, arguments);
+    va_end(arguments);
+    error_say_failure(file, line, what);
     _exit(EXIT_RUN);
 }
 
