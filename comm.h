@@ -326,13 +326,15 @@ static inline void comm_pass_done(Comm *comm) {
         comm->oldest++;
 }
 
-// Ends the run, as call comm->oldest has not been done for so many seconds. NCCL's communicators are not aborted: that
+// The run ends, as call comm->oldest has not been done for so many seconds. NCCL's communicators are not aborted: that
 // would wait for NCCL's own threads, and the end of the process frees all that they hold.
-__attribute__((noreturn)) static inline void comm_give_up(const Comm *comm, const char *what, double waited) {
+static inline void comm_say(const Comm *comm, const char *happened, const char *what, double waited) {
     const CommCall *call = &comm->calls[comm->oldest % COMM_CALLS];
-    char text[PURPOSE_TEXT];
-    die("%s: %s of %.4g MB: waited %.0f s for it, and so for %s", purpose_text(&call->purpose, text),
-        comm_kind_name(call->kind), (double)call->payload_bytes / 1e6, waited, what);
+    char purpose[PURPOSE_TEXT], text[2 * PURPOSE_TEXT];
+    snprintf(text, sizeof text, "%s: %s of %.3g MB: waited %.0f s for it, and so for %s",
+             purpose_text(&call->purpose, purpose), comm_kind_name(call->kind), (double)call->payload_bytes / 1e6,
+             waited, what);
+    error_say(happened, text, __FILE__, __LINE__);
 }
 
 // One look at what has `status`: false if it is done. Ends the run where NCCL reports an error, and where a collective
@@ -360,8 +362,13 @@ static inline bool comm_look(Comm *comm, CommPatience *patience, cudaError_t sta
             patience->begin = now;
             patience->oldest = comm->oldest;
         }
-        if (comm->world_size > 1 && now - patience->begin > (double)(comm->timeout + COMM_GRACE_SECONDS))
-            comm_give_up(comm, what, now - patience->begin);
+        if (comm->world_size > 1 && now - patience->begin > (double)(comm->timeout + COMM_GRACE_SECONDS)) {
+            comm_say(comm, "failed", what, now - patience->begin);
+            _exit(EXIT_RUN);
+        }
+        // Later than a device that knows whom it waits for, too.
+        if (watchdog_asked(now - patience->begin - 0.5))
+            comm_say(comm, "was asked to stop while it waited", what, now - patience->begin);
     }
     if (patience->looks < 512) {
         sched_yield();

@@ -39,6 +39,13 @@ static inline const char *purpose_text(const Purpose *purpose, char *text) {
     return text;
 }
 
+// What signals have asked this process for (launch.h): 0, nothing; 1, SIGUSR1, to stop after its step; 2, SIGTERM or
+// SIGINT, the same, though who sends them may mean to end it at once.
+static inline volatile sig_atomic_t *stop_flag(void) {
+    static volatile sig_atomic_t flag = 0;
+    return &flag;
+}
+
 static inline double watchdog_clock(void) {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
@@ -68,12 +75,13 @@ static inline void *watchdog_run(void *argument) {
         __atomic_load(&self->seconds, &seconds, __ATOMIC_RELAXED);
         if (begin == 0 || watchdog_clock() - begin < seconds) continue;
         Purpose purpose;
-        char text[PURPOSE_TEXT];
+        char text[PURPOSE_TEXT] = "";
         purpose.what = __atomic_load_n(&self->purpose.what, __ATOMIC_RELAXED);
         purpose.phase = __atomic_load_n(&self->purpose.phase, __ATOMIC_RELAXED);
         purpose.step = __atomic_load_n(&self->purpose.step, __ATOMIC_RELAXED);
-        die("%s: %s within %.0f s", purpose_text(&purpose, text), __atomic_load_n(&self->failure, __ATOMIC_RELAXED),
-            seconds);
+        if (purpose.what != NULL) purpose_text(&purpose, text);
+        die("%s%s%s within %.0f s", text, text[0] != '\0' ? ": " : "",
+            __atomic_load_n(&self->failure, __ATOMIC_RELAXED), seconds);
     }
     return NULL;
 }
@@ -109,6 +117,14 @@ static inline void watchdog_begin(const char *failure, double seconds) {
 static inline void watchdog_end(void) {
     const double none = 0;
     __atomic_store(&watchdog()->begin, &none, __ATOMIC_RELEASE);
+}
+
+// Whether a rank that has waited so many seconds should say in what: once, when something ends the run that has found
+// out before the deadline (mpirun, that it has lost a node).
+static inline bool watchdog_asked(double waited) {
+    enum { LONG_SECONDS = 3 };
+    static int said = 0; // atomic
+    return *stop_flag() == 2 && waited >= LONG_SECONDS && __atomic_exchange_n(&said, 1, __ATOMIC_RELAXED) == 0;
 }
 
 #endif

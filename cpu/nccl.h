@@ -51,7 +51,7 @@ typedef struct ncclComm {
     SharedMemory shared; // open if shared.ranks > 0: then collectives go through it
     CpuTicket last;      // of the last call
     int async_error;     // ncclResult_t of a worker; atomic
-    char message[256];   // its text, complete before async_error is set
+    char message[512];   // its text, complete before async_error is set
 } * ncclComm_t;
 
 // ------------------------------------------------------------------------------------------------------------ errors
@@ -84,13 +84,13 @@ __attribute__((format(printf, 2, 3))) static inline ncclResult_t nccl_fail(ncclR
 }
 
 // A failed MPI call inside a collective: on a worker the communicator keeps it for ncclCommGetAsyncError().
-static inline cudaError_t nccl_mpi_failed(ncclComm_t comm, int code, CollectiveKind kind) {
-    char text[MPI_MAX_ERROR_STRING] = "";
+static inline cudaError_t nccl_mpi_failed(ncclComm_t comm, int code, CollectiveKind kind, const Purpose *purpose) {
+    char text[MPI_MAX_ERROR_STRING] = "", what[PURPOSE_TEXT];
     int length = 0;
     MPI_Error_string(code, text, &length);
     if (__atomic_load_n(&comm->async_error, __ATOMIC_ACQUIRE) == ncclSuccess) {
-        snprintf(comm->message, sizeof comm->message, "%s failed on rank %d of %d: %.180s", collective_name(kind),
-                 comm->rank, comm->ranks, text);
+        snprintf(comm->message, sizeof comm->message, "%s: %s failed on rank %d of %d: %.180s",
+                 purpose_text(purpose, what), collective_name(kind), comm->rank, comm->ranks, text);
         __atomic_store_n(&comm->async_error, ncclRemoteError, __ATOMIC_RELEASE);
     }
     return cudaErrorLaunchFailure;
@@ -276,7 +276,7 @@ static inline cudaError_t nccl_execute(void *argument) {
     } else {
         code = mpi_exchange_collective(&comm->mpi, c);
     }
-    return code == MPI_SUCCESS ? cudaSuccess : nccl_mpi_failed(comm, code, c->kind);
+    return code == MPI_SUCCESS ? cudaSuccess : nccl_mpi_failed(comm, code, c->kind, &c->purpose);
 }
 
 // Puts work of a communicator into a stream, behind the communicator's earlier work in whatever stream that is.
@@ -382,13 +382,14 @@ static inline NcclGroup *nccl_group(void) {
 static inline cudaError_t nccl_execute_start(void *argument) {
     const NcclMessage *m = (const NcclMessage *)argument;
     int code = mpi_exchange_start(&m->comm->mpi, m->send, m->recv, m->bytes, m->peer, MPI_EXCHANGE_TAG_SEND_RECV);
-    return code == MPI_SUCCESS ? cudaSuccess : nccl_mpi_failed(m->comm, code, COLLECTIVE_SEND_RECV);
+    return code == MPI_SUCCESS ? cudaSuccess : nccl_mpi_failed(m->comm, code, COLLECTIVE_SEND_RECV, &m->purpose);
 }
 
 static inline cudaError_t nccl_execute_finish(void *argument) {
     const NcclCall *call = (const NcclCall *)argument;
     int code = mpi_exchange_finish(&call->comm->mpi, &call->collective);
-    return code == MPI_SUCCESS ? cudaSuccess : nccl_mpi_failed(call->comm, code, COLLECTIVE_SEND_RECV);
+    return code == MPI_SUCCESS ? cudaSuccess
+                               : nccl_mpi_failed(call->comm, code, COLLECTIVE_SEND_RECV, &call->collective.purpose);
 }
 
 // What a rank sends to itself is copied: the k-th send to the k-th receive. Returns whether there was a receive.

@@ -131,11 +131,9 @@ static inline int peer_last(int rank) {
     return rank;
 }
 
-// Ends the process: at once, if all has been said. A launcher ends all ranks as soon as one is gone, so a rank that has
-// nothing to say, or whose run has ranks on other nodes, who began to wait at other moments, gives the others a second.
-__attribute__((noreturn)) static inline void peers_give_up(const Collective *c, const PeerList *missing,
-                                                           double waited) {
-    Peers *self = peers_all();
+// "block 3, step 17: reduce-scatter of 1.3 MB: waited 10 s for rank 1 on alpha; in the end for rank 3 on beta"
+enum { PEERS_TEXT = 2000 };
+static inline void peers_text(const Collective *c, const PeerList *missing, double waited, char text[PEERS_TEXT]) {
     PeerList last;
     memset(&last, 0, sizeof last);
     for (int i = 0; i < missing->count && i < PEER_LIST; i++) peer_list_add(&last, peer_last(missing->rank[i]));
@@ -144,7 +142,7 @@ __attribute__((noreturn)) static inline void peers_give_up(const Collective *c, 
         same = same && i < missing->count && last.rank[i] == missing->rank[i];
         silent = silent || peer_waits(last.rank[i]) == NULL;
     }
-    char purpose[PURPOSE_TEXT], ranks[700], others[700], more[800] = "", what[2000];
+    char purpose[PURPOSE_TEXT], ranks[700], others[700], more[800] = "", volume[32];
     peer_list_text(missing, ranks, sizeof ranks);
     peer_list_text(&last, others, sizeof others);
     if (!silent)
@@ -152,18 +150,29 @@ __attribute__((noreturn)) static inline void peers_give_up(const Collective *c, 
     else if (!same)
         snprintf(more, sizeof more, "; in the end for %s", others);
     const size_t bytes = c->count * rank_sum_type_bytes(c->type);
-    char volume[32];
     if (bytes < 100000)
         snprintf(volume, sizeof volume, "%zu bytes", bytes);
     else
         snprintf(volume, sizeof volume, "%.3g MB", (double)bytes / 1e6);
-    snprintf(what, sizeof what, "%s: %s of %s: waited %.0f s for %s%s", purpose_text(&c->purpose, purpose),
+    snprintf(text, PEERS_TEXT, "%s: %s of %s: waited %.0f s for %s%s", purpose_text(&c->purpose, purpose),
              collective_name(c->kind), volume, waited, ranks, more);
-    const bool speaks = self->board == NULL || __atomic_exchange_n(&self->board->spoken, 1, __ATOMIC_ACQ_REL) == 0;
-    if (speaks) error_say_failure(__FILE__, __LINE__, what);
+}
+
+// Says why a rank of this node gives up. False: another one has.
+static inline bool peers_say(const char *happened, const char *text) {
+    PeerBoard *board = peers_all()->board;
+    if (board != NULL && __atomic_exchange_n(&board->spoken, 1, __ATOMIC_ACQ_REL) != 0) return false;
+    error_say(happened, text, __FILE__, __LINE__);
+    return true;
+}
+
+// Ends the process: at once, if all has been said. A launcher ends all ranks as soon as one is gone, so a rank that has
+// nothing to say, or whose run has ranks on other nodes, who began to wait at other moments, gives the others a second.
+__attribute__((noreturn)) static inline void peers_give_up(const char *text) {
+    const Peers *self = peers_all();
     bool together = true; // all on this node
     for (int r = 0; r < self->ranks; r++) together = together && self->entry[r] >= 0;
-    if (speaks && together) _exit(EXIT_RUN);
+    if (peers_say("failed", text) && together) _exit(EXIT_RUN);
     const struct timespec second = {1, 0};
     nanosleep(&second, NULL);
     _exit(EXIT_RUN);
@@ -180,7 +189,12 @@ static inline void peers_look(const Collective *c, const PeerList *missing, doub
         __atomic_store_n(&note->waits_for, missing->count > 0 ? missing->rank[0] : -1, __ATOMIC_RELAXED);
         __atomic_store(&note->looked, &now, __ATOMIC_RELEASE);
     }
-    if (now - begin >= *collective_timeout()) peers_give_up(c, missing, now - begin);
+    const bool over = now - begin >= *collective_timeout();
+    if (!over && !watchdog_asked(now - begin)) return;
+    char text[PEERS_TEXT];
+    peers_text(c, missing, now - begin, text);
+    if (over) peers_give_up(text);
+    peers_say("was asked to stop while it waited", text);
 }
 
 #endif
