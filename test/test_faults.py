@@ -172,7 +172,7 @@ def test_a_rank_stalls_beside_the_steps(start, texts, phase, flags):
     culprit(error, 2, 1, phase if "val_every" in flags else f"(?:{phase}|step|evaluation after step)")
 
 
-@pytest.mark.parametrize("how,shared_memory", [("collective", 1), ("message", 1),
+@pytest.mark.parametrize("how,shared_memory", [("collective", 1), pytest.param("message", 1, marks=full),
                                                pytest.param("collective", 0, marks=full)])
 def test_who_waits_for_one_that_waits(tmp_path, how, shared_memory):
     """Three ranks in a row, of which the last stays away: the first, whose time is over first, names the last."""

@@ -4,6 +4,7 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <cmocka.h>
+#include <errno.h>
 #include <sys/wait.h>
 #include "comm.h"
 
@@ -44,30 +45,42 @@ static void exchange(Comm *comm, const Group *group, CommKind kind, uint64_t byt
     comm_issued(comm);
 }
 
-// What a process says that does this and is not expected to return, with exit code 1; "" if it returned.
-static const char *said_by(void (*function)(void)) {
-    static char text[1024];
+// A process that does one of these things; all run side by side, as each takes seconds.
+typedef struct {
+    pid_t pid;
+    int output;
+} Child;
+
+static Child begin(void (*function)(void)) {
     int ends[2];
-    assert_int_equal(pipe(ends), 0);
     fflush(NULL);
-    const pid_t child = fork();
-    assert_true(child >= 0);
-    if (child == 0) {
+    if (pipe(ends) != 0) die("pipe: %s", strerror(errno));
+    const Child child = {fork(), ends[0]};
+    if (child.pid == 0) {
         dup2(ends[1], STDERR_FILENO);
         function();
         _exit(0);
     }
     close(ends[1]);
+    return child;
+}
+
+// What it says that is not expected to return, and ends with exit code 1; "" if it returned.
+static const char *said_by(Child child) {
+    static char text[1024];
     size_t length = 0;
-    for (ssize_t got; (got = read(ends[0], text + length, sizeof text - 1 - length)) > 0;) length += (size_t)got;
+    for (ssize_t got; (got = read(child.output, text + length, sizeof text - 1 - length)) > 0;) length += (size_t)got;
     text[length] = '\0';
-    close(ends[0]);
+    close(child.output);
     int status = 0;
-    waitpid(child, &status, 0);
+    waitpid(child.pid, &status, 0);
     assert_true(WIFEXITED(status));
     assert_int_equal(WEXITSTATUS(status), length > 0 ? 1 : 0);
     return text;
 }
+
+enum { ONE, GROUP, SLOW, STOPPED, CALLS, CHILDREN };
+static Child children[CHILDREN];
 
 static void expect(const char *text, const char *part) {
     if (strstr(text, part) == NULL) fail_msg("\"%s\" is not in: %s", part, text);
@@ -90,7 +103,7 @@ static void one_does_not_end(void) {
 // The first that has not ended is named: those before it have, and those behind it would come by themselves.
 static void the_collective_is_named(void **state) {
     (void)state;
-    const char *text = said_by(one_does_not_end);
+    const char *text = said_by(children[ONE]);
     expect(text, "rank 1 of 2 on ");
     expect(text, " failed: block 3, step 18: reduce_scatter of 1.3 MB: waited 2 s for it, and so for the scalars (");
     assert_ptr_equal(strchr(text, '\n'), text + strlen(text) - 1); // one line
@@ -114,7 +127,7 @@ static void one_of_a_group_does_not_end(void) {
 
 static void a_group_counts_from_its_end(void **state) {
     (void)state;
-    expect(said_by(one_of_a_group_does_not_end), " failed: wte, step 17: all_gather of 0.001 MB: waited 2 s");
+    expect(said_by(children[GROUP]), " failed: wte, step 17: all_gather of 0.001 MB: waited 2 s");
 }
 
 static void long_but_moving(void) {
@@ -131,7 +144,7 @@ static void long_but_moving(void) {
 // Neither a rank that computes, nor one whose exchanges go on, is one that waits too long.
 static void who_is_slow_goes_on(void **state) {
     (void)state;
-    assert_string_equal(said_by(long_but_moving), "");
+    assert_string_equal(said_by(children[SLOW]), "");
 }
 
 static void stopped_while_waiting(void) {
@@ -146,7 +159,7 @@ static void stopped_while_waiting(void) {
 
 static void who_is_asked_to_stop_says_what_it_waits_in(void **state) {
     (void)state;
-    const char *text = said_by(stopped_while_waiting);
+    const char *text = said_by(children[STOPPED]);
     expect(text, " was asked to stop while it waited: block 3, step 17: all_gather of 0.001 MB: waited ");
     assert_ptr_equal(strchr(text, '\n'), text + strlen(text) - 1); // once
 }
@@ -165,10 +178,13 @@ static void calls_that_do_not_return(void) {
 
 static void the_watchdog_ends_a_call(void **state) {
     (void)state;
-    expect(said_by(calls_that_do_not_return), "block 3, step 17: has not met the others within 0 s");
+    expect(said_by(children[CALLS]), "block 3, step 17: has not met the others within 0 s");
 }
 
 int main(void) {
+    void (*const functions[CHILDREN])(void) = {one_does_not_end, one_of_a_group_does_not_end, long_but_moving,
+                                               stopped_while_waiting, calls_that_do_not_return};
+    for (int i = 0; i < CHILDREN; i++) children[i] = begin(functions[i]);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_collective_is_named),  cmocka_unit_test(a_group_counts_from_its_end),
         cmocka_unit_test(who_is_slow_goes_on),      cmocka_unit_test(who_is_asked_to_stop_says_what_it_waits_in),
