@@ -309,7 +309,7 @@ static inline void comm_register(Comm *comm, const Memory *memory) {
 // Waiting
 
 typedef struct {
-    double begin; // of the wait for call `oldest`; 0: not looked yet
+    Patience wait; // for call `oldest`
     uint64_t oldest;
     int looks;
 } CommPatience;
@@ -356,19 +356,18 @@ static inline bool comm_look(Comm *comm, CommPatience *patience, cudaError_t sta
         }
         if (status != cudaErrorNotReady) die("%s: %s", what, cudaGetErrorString(status));
         comm_pass_done(comm);
-        const double now = comm_seconds();
         const bool waits = comm->oldest < comm->recorded; // else this rank computes
-        if (patience->begin == 0 || !waits || patience->oldest != comm->oldest) {
-            patience->begin = now;
+        if (patience->looks == 1 || !waits || patience->oldest != comm->oldest) {
+            patience->wait = patience_begin();
             patience->oldest = comm->oldest;
         }
-        if (comm->world_size > 1 && now - patience->begin > (double)(comm->timeout + COMM_GRACE_SECONDS)) {
-            comm_say(comm, "failed", what, now - patience->begin);
+        const double waited = patience_waited(&patience->wait);
+        if (comm->world_size > 1 && waited > (double)(comm->timeout + COMM_GRACE_SECONDS)) {
+            comm_say(comm, "failed", what, waited);
             _exit(EXIT_RUN);
         }
         // Later than a device that knows whom it waits for, too.
-        if (watchdog_asked(now - patience->begin - 0.5))
-            comm_say(comm, "was asked to stop while it waited", what, now - patience->begin);
+        if (watchdog_asked(waited - 0.5)) comm_say(comm, "was asked to stop while it waited", what, waited);
     }
     if (patience->looks < 512) {
         sched_yield();
@@ -383,12 +382,12 @@ static inline bool comm_look(Comm *comm, CommPatience *patience, cudaError_t sta
 // Whoever waits with cudaStreamSynchronize() for something that waits for other ranks waits for ever if one is gone; so
 // nothing in a step does, and nothing copies to memory that is not pinned, which would wait likewise.
 static inline void comm_wait(Comm *comm, cudaStream_t stream, const char *what) {
-    CommPatience patience = {0, 0, 0};
+    CommPatience patience = {{0, 0}, 0, 0};
     while (comm_look(comm, &patience, cudaStreamQuery(stream), what)) continue;
 }
 
 static inline void comm_wait_event(Comm *comm, cudaEvent_t event, const char *what) {
-    CommPatience patience = {0, 0, 0};
+    CommPatience patience = {{0, 0}, 0, 0};
     while (comm_look(comm, &patience, cudaEventQuery(event), what)) continue;
 }
 

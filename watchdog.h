@@ -52,6 +52,27 @@ static inline double watchdog_clock(void) {
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
+// How long this process has waited. Time in which it did not run, as a batch system may suspend a whole job, does not
+// count: between two looks, which come much more often, no more than this passes.
+enum { PATIENCE_PAUSE_SECONDS = 2 };
+
+typedef struct {
+    double begin, looked;
+} Patience;
+
+static inline Patience patience_begin(void) {
+    const double now = watchdog_clock();
+    const Patience patience = {now, now};
+    return patience;
+}
+
+static inline double patience_waited(Patience *patience) {
+    const double now = watchdog_clock(), pause = now - patience->looked;
+    if (pause > PATIENCE_PAUSE_SECONDS) patience->begin += pause - PATIENCE_PAUSE_SECONDS;
+    patience->looked = now;
+    return now - patience->begin;
+}
+
 // The call at hand; atomic, as the thread reads it.
 typedef struct {
     bool started;
@@ -68,12 +89,15 @@ static inline Watchdog *watchdog(void) {
 static inline void *watchdog_run(void *argument) {
     Watchdog *self = (Watchdog *)argument;
     const struct timespec pause = {0, 200000000};
-    for (;;) {
+    double watched = 0; // the beginning of the call that patience is for
+    for (Patience patience = patience_begin();;) {
         nanosleep(&pause, NULL);
         double begin, seconds;
         __atomic_load(&self->begin, &begin, __ATOMIC_ACQUIRE);
         __atomic_load(&self->seconds, &seconds, __ATOMIC_RELAXED);
-        if (begin == 0 || watchdog_clock() - begin < seconds) continue;
+        if (begin != watched) patience.begin = begin;
+        watched = begin;
+        if (patience_waited(&patience) < seconds || begin == 0) continue;
         Purpose purpose;
         char text[PURPOSE_TEXT] = "";
         purpose.what = __atomic_load_n(&self->purpose.what, __ATOMIC_RELAXED);

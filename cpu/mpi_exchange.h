@@ -89,7 +89,7 @@ static inline int mpi_exchange_start(MpiExchange *exchange, const char *send, ch
 }
 
 // Says whom this rank waits for: those who have not sent; only if all have, those who have not received.
-static inline void mpi_exchange_look(const MpiExchange *exchange, const Collective *c, double begin) {
+static inline void mpi_exchange_look(const MpiExchange *exchange, const Collective *c, Patience *patience) {
     PeerList missing;
     memset(&missing, 0, sizeof missing);
     for (int receives = 1; receives >= 0 && missing.count == 0; receives--)
@@ -100,13 +100,12 @@ static inline void mpi_exchange_look(const MpiExchange *exchange, const Collecti
             MPI_Request_get_status(exchange->requests[i], &done, MPI_STATUS_IGNORE);
             if (!done) peer_list_add(&missing, exchange->members[source >= 0 ? source : -1 - source]);
         }
-    peers_look(c, &missing, begin);
+    peers_look(c, &missing, patience);
 }
 
 // Waits for everything that was started.
 static inline int mpi_exchange_finish(MpiExchange *exchange, const Collective *c) {
-    const double begin = watchdog_clock();
-    double looked = begin;
+    Patience patience = patience_begin();
     for (int looks = 0, done = 0;; looks++) {
         int code = MPI_Testall(exchange->messages, exchange->requests, &done, MPI_STATUSES_IGNORE);
         if (code != MPI_SUCCESS) return code;
@@ -118,9 +117,8 @@ static inline int mpi_exchange_finish(MpiExchange *exchange, const Collective *c
         }
         struct timespec pause = {0, looks < 512 ? 20000 : 200000};
         nanosleep(&pause, NULL);
-        if (looks % 64 != 0 || watchdog_clock() - looked < 1e-3 * PEERS_LOOK_MS) continue;
-        mpi_exchange_look(exchange, c, begin);
-        looked = watchdog_clock();
+        if (looks % 64 != 0 || watchdog_clock() - patience.looked < 1e-3 * PEERS_LOOK_MS) continue;
+        mpi_exchange_look(exchange, c, &patience);
     }
     exchange->messages = 0;
     return MPI_SUCCESS;

@@ -180,19 +180,19 @@ __attribute__((noreturn)) static inline void peers_give_up(const char *text) {
 
 enum { PEERS_LOOK_MS = 200 }; // how often a rank that waits calls peers_look()
 
-// A rank is waiting for others, since `begin`: notes it, and ends the process if that is too long.
-static inline void peers_look(const Collective *c, const PeerList *missing, double begin) {
+// A rank is waiting for others: notes it, and ends the process if it has for too long.
+static inline void peers_look(const Collective *c, const PeerList *missing, Patience *patience) {
     Peers *self = peers_all();
-    const double now = watchdog_clock();
+    const double waited = patience_waited(patience);
     if (self->board != NULL) {
         PeerNote *note = &self->board->notes[self->entry[self->rank]];
         __atomic_store_n(&note->waits_for, missing->count > 0 ? missing->rank[0] : -1, __ATOMIC_RELAXED);
-        __atomic_store(&note->looked, &now, __ATOMIC_RELEASE);
+        __atomic_store(&note->looked, &patience->looked, __ATOMIC_RELEASE);
     }
-    const bool over = now - begin >= *collective_timeout();
-    if (!over && !watchdog_asked(now - begin)) return;
+    const bool over = waited >= *collective_timeout();
+    if (!over && !watchdog_asked(waited)) return;
     char text[PEERS_TEXT];
-    peers_text(c, missing, now - begin, text);
+    peers_text(c, missing, waited, text);
     if (over) peers_give_up(text);
     peers_say("was asked to stop while it waited", text);
 }

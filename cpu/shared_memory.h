@@ -111,13 +111,13 @@ static inline bool shared_open(SharedMemory *shared, MPI_Comm mpi, const int *me
 
 // Says whom this rank waits for at a barrier: who has come is waiting, too.
 static inline void shared_look(const SharedMemory *shared, const Collective *collective, uint32_t generation,
-                               double begin) {
+                               Patience *patience) {
     PeerList missing;
     memset(&missing, 0, sizeof missing);
     for (int r = 0; r < shared->ranks; r++)
         if (__atomic_load_n(&shared->control->waits[r], __ATOMIC_ACQUIRE) != generation + 1)
             peer_list_add(&missing, shared->members[r]);
-    peers_look(collective, &missing, begin);
+    peers_look(collective, &missing, patience);
 }
 
 // Returns when all ranks have come. The last one wakes the others, who look for a moment and then sleep, so that ranks
@@ -135,10 +135,10 @@ static inline void shared_barrier(SharedMemory *shared, const Collective *collec
         if (__atomic_load_n(&control->generation, __ATOMIC_ACQUIRE) != generation) return;
         sched_yield();
     }
-    const double begin = watchdog_clock();
+    Patience patience = patience_begin();
     __atomic_store_n(&control->waits[shared->rank], generation + 1, __ATOMIC_RELEASE);
     for (int looks = 0; __atomic_load_n(&control->generation, __ATOMIC_ACQUIRE) == generation; looks++) {
-        if (looks > 0) shared_look(shared, collective, generation, begin);
+        if (looks > 0) shared_look(shared, collective, generation, &patience);
         struct timespec pause = {0, PEERS_LOOK_MS * 1000000L};
         syscall(SYS_futex, &control->generation, FUTEX_WAIT, generation, &pause, NULL, 0);
     }

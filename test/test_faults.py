@@ -172,6 +172,22 @@ def test_a_rank_stalls_beside_the_steps(start, texts, phase, flags):
     culprit(error, 2, 1, phase if "val_every" in flags else f"(?:{phase}|step|evaluation after step)")
 
 
+@full
+@pytest.mark.parametrize("shared_memory", [1, 0])
+def test_a_suspended_job_goes_on(start, shared_memory):
+    """A batch system may stop all ranks for longer than they would wait for one."""
+    with start(env={"TRAIN_GPT_SHARED_MEMORY": str(shared_memory)}, nproc=3, strategy="zero3") as job:
+        ranks = job.ranks().values()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in ranks:
+                os.kill(pid, number)
+            time.sleep(2 * TIMEOUT if number == signal.SIGSTOP else 0)
+        before = job.steps()
+        job.wait_until(lambda: job.steps() > before + 3)
+        time.sleep(1)
+        assert job.process.poll() is None and job.err.read_text() == ""
+
+
 @pytest.mark.parametrize("how,shared_memory", [("collective", 1), pytest.param("message", 1, marks=full),
                                                pytest.param("collective", 0, marks=full)])
 def test_who_waits_for_one_that_waits(tmp_path, how, shared_memory):
