@@ -53,6 +53,7 @@ typedef struct {
     ncclComm_t nccl;
     int id; // of the axis: the same on all ranks
     int rank, size;
+    int first, stride;   // its ranks in the run are first, first + stride, ...
     cudaStream_t stream; // where its collectives run
     TraceTrack track;    // where a trace shows them
     const char *what;    // the next ones are for: a unit's name, or a text that stays
@@ -69,6 +70,7 @@ typedef struct {
     Purpose purpose;
     int kind;
     uint64_t payload_bytes;
+    int first, stride, size; // of the group
     cudaStream_t stream;
     cudaEvent_t event;
 } CommCall;
@@ -145,12 +147,14 @@ static inline void comm_split(const Group *parent, int color, int key, Group *gr
         nccl_check(ncclCommSplit(parent->nccl, color, key, &group->nccl, NULL));
 }
 
-static inline Group comm_group(int id, int rank, int size, cudaStream_t stream) {
+static inline Group comm_group(int id, int rank, int size, int first, int stride, cudaStream_t stream) {
     Group group;
     memset(&group, 0, sizeof group);
     group.id = id;
     group.rank = rank;
     group.size = size;
+    group.first = first;
+    group.stride = stride;
     group.stream = stream;
     group.track = TRACE_COMMUNICATION;
     group.what = "all ranks";
@@ -183,7 +187,9 @@ static inline void comm_open_channels(Comm *comm, bool wrap) {
             const int link = at_right ? p : left_link, kind = 2 * direction + (sends ? 1 : 0); // FORWARD_IN, ...
             Group *channel = &comm->channels[kind];
             if (takes_part) {
-                *channel = comm_group(8 + kind, sends ? 0 : 1, 2, NULL);
+                const int ranks = comm->world_size / P; // of a stage
+                *channel = comm_group(8 + kind, sends ? 0 : 1, 2, column + (link == P - 1 ? 0 : link * ranks),
+                                      link == P - 1 ? (P - 1) * ranks : ranks, NULL);
                 channel->track = (TraceTrack)(TRACE_CHANNELS + kind);
                 channel->what = "stage boundary";
             }
@@ -222,15 +228,18 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOpt
     comm->pipeline_rank = rank / grid.tensor / grid.data;
     comm->planning = memory->planning;
     comm->stream = communication;
-    comm->world = comm_group(0, rank, world_size, communication);
-    comm->data = comm_group(1, data_rank, grid.data, communication);
-    comm->shard = comm_group(2, data_rank % shard_group, shard_group, communication);
-    comm->replica = comm_group(3, data_rank / shard_group, grid.data / shard_group, communication);
-    comm->tensor = comm_group(4, tensor_rank, grid.tensor, compute);
+    const int T = grid.tensor, G = shard_group, row = rank - tensor_rank, column = row - data_rank * T + tensor_rank;
+    comm->world = comm_group(0, rank, world_size, 0, 1, communication);
+    comm->data = comm_group(1, data_rank, grid.data, column, T, communication);
+    comm->shard = comm_group(2, data_rank % G, G, column + data_rank / G * G * T, T, communication);
+    comm->replica = comm_group(3, data_rank / G, grid.data / G, column + data_rank % G * T, G * T, communication);
+    comm->tensor = comm_group(4, tensor_rank, T, row, 1, compute);
     comm->tensor.track = TRACE_TENSOR;
     const bool first = comm->pipeline_rank == 0, last = comm->pipeline_rank == grid.pipeline - 1;
     const bool is_tied = grid.pipeline > 1 && (first || last);
-    comm->tied = comm_group(5, is_tied && last ? 1 : 0, is_tied ? 2 : 1, communication);
+    const int stage_ranks = T * grid.data;
+    comm->tied = comm_group(5, is_tied && last ? 1 : 0, is_tied ? 2 : 1, rank % stage_ranks,
+                            (grid.pipeline - 1) * stage_ranks, communication);
     comm->timeout = options->timeout;
     comm->deterministic = options->deterministic;
     comm_phase(comm, "start", -1);
@@ -257,15 +266,13 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOpt
     if (status != ncclSuccess)
         die("cannot join the other ranks: %s (%s)", ncclGetErrorString(status), ncclGetLastError(NULL));
     // Ranks with the same color come together.
-    const int row = comm->pipeline_rank * grid.data + data_rank,
-              stage = comm->pipeline_rank * grid.tensor + tensor_rank;
-    comm_split(&comm->world, stage, rank, &comm->data);
+    comm_split(&comm->world, column, rank, &comm->data);
     comm_split(&comm->data, comm->replica.rank, rank, &comm->shard);
     comm_split(&comm->data, comm->shard.rank, rank, &comm->replica);
     comm_split(&comm->world, row, rank, &comm->tensor);
     if (grid.pipeline > 1) {
-        const int column = is_tied ? rank % (grid.tensor * grid.data) : NCCL_SPLIT_NOCOLOR;
-        nccl_check(ncclCommSplit(comm->world.nccl, column, rank, &comm->tied.nccl, NULL));
+        const int color = is_tied ? rank % stage_ranks : NCCL_SPLIT_NOCOLOR;
+        nccl_check(ncclCommSplit(comm->world.nccl, color, rank, &comm->tied.nccl, NULL));
     }
     comm_open_channels(comm, options->pipeline_chunks);
     watchdog_end(); // the ranks have met
@@ -330,10 +337,12 @@ static inline void comm_pass_done(Comm *comm) {
 // would wait for NCCL's own threads, and the end of the process frees all that they hold.
 static inline void comm_say(const Comm *comm, const char *happened, const char *what, double waited) {
     const CommCall *call = &comm->calls[comm->oldest % COMM_CALLS];
-    char purpose[PURPOSE_TEXT], text[2 * PURPOSE_TEXT];
-    snprintf(text, sizeof text, "%s: %s of %.3g MB: waited %.0f s for it, and so for %s",
+    char purpose[PURPOSE_TEXT], stride[32] = "", text[3 * PURPOSE_TEXT];
+    if (call->stride > 1 && call->size > 2) snprintf(stride, sizeof stride, " in steps of %d", call->stride);
+    snprintf(text, sizeof text, "%s: %s of %.3g MB: waited %.0f s for ranks %d %s %d%s, and so for %s",
              purpose_text(&call->purpose, purpose), comm_kind_name(call->kind), (double)call->payload_bytes / 1e6,
-             waited, what);
+             waited, call->first, call->size > 2 ? "to" : "and", call->first + (call->size - 1) * call->stride, stride,
+             what);
     error_say(happened, text, __FILE__, __LINE__);
 }
 
@@ -435,6 +444,9 @@ static inline void comm_issue(Comm *comm, CommKind kind, const Group *group, uin
     call->purpose = *purpose;
     call->kind = kind;
     call->payload_bytes = payload_bytes;
+    call->first = group->first;
+    call->stride = group->stride;
+    call->size = group->size;
     call->stream = group->stream;
     watchdog_begin("a call of NCCL has not returned", (double)(comm->timeout + COMM_GRACE_SECONDS));
 }

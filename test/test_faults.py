@@ -270,7 +270,7 @@ SLOW = dict(n_layer=8, n_embd=256, n_head=4, micro_batch=8, sequence_length=64, 
                                     pytest.param("checkpoint", marks=full)])
 def test_a_second_signal_ends_at_once(start, texts, during, number):
     """Whatever the ranks are doing. In a collective with a rank that is stopped, they would wait for a minute."""
-    flags = {"collective": dict(), "evaluation": dict(SLOW, val_data=texts / "train.txt", val_every=1),
+    flags = {"collective": dict(), "evaluation": dict(SLOW, val_data=texts / "train.txt", val_every=1, val_steps=60),
              "checkpoint": dict(SLOW, checkpoint_every=1, checkpoint_async=False)}[during]
     with start(nproc=2, **flags, timeout=60, steps=1 if flags else 3) as job:
         if during == "collective":

@@ -33,7 +33,7 @@ static void open_comm(Comm *comm, int64_t timeout) {
 }
 
 static Group group_of(cudaStream_t stream, const char *what) {
-    Group group = comm_group(0, 1, 2, stream);
+    Group group = comm_group(0, 1, 4, 1, 2, stream);
     group.what = what;
     return group;
 }
@@ -105,7 +105,9 @@ static void the_collective_is_named(void **state) {
     (void)state;
     const char *text = said_by(children[ONE]);
     expect(text, "rank 1 of 2 on ");
-    expect(text, " failed: block 3, step 18: reduce_scatter of 1.3 MB: waited 2 s for it, and so for the scalars (");
+    expect(text,
+           " failed: block 3, step 18: reduce_scatter of 1.3 MB: waited 2 s for ranks 1 to 7 in steps of 2, and so for "
+           "the scalars (");
     assert_ptr_equal(strchr(text, '\n'), text + strlen(text) - 1); // one line
 }
 
@@ -181,6 +183,48 @@ static void the_watchdog_ends_a_call(void **state) {
     expect(said_by(children[CALLS]), "block 3, step 17: has not met the others within 0 s");
 }
 
+// Group i of a rank; the channels come last.
+static const Group *group_number(const Comm *comm, int i) {
+    const Group *const groups[] = {&comm->world, &comm->data, &comm->shard, &comm->replica, &comm->tensor, &comm->tied};
+    return i < 6 ? groups[i] : &comm->channels[i - 6];
+}
+
+// The ranks that a message names are those of the group: each finds itself among them, where the group says (a
+// channel's rank 0 is its sender, on whichever side), and as many as it has agree on them.
+static void groups_know_their_ranks(void **state) {
+    (void)state;
+    static const Grid grids[] = {{1, 1, 1}, {2, 3, 2}, {2, 4, 3}, {1, 6, 4}, {4, 1, 2}, {3, 4, 1}};
+    for (size_t n = 0; n < 2 * sizeof grids / sizeof grids[0]; n++) {
+        const Grid grid = grids[n / 2];
+        const int ranks = grid.tensor * grid.data * grid.pipeline;
+        const CommOptions options = {grid, grid.data % 2 == 0 ? 2 : grid.data, n % 2 == 1, 1, true};
+        Comm *comms = calloc((size_t)ranks, sizeof *comms);
+        for (int r = 0; r < ranks; r++) {
+            Memory memory;
+            memset(&memory, 0, sizeof memory);
+            memory.planning = true;
+            comm_init(&comms[r], &memory, r, &options, NULL, NULL);
+        }
+        for (int r = 0; r < ranks; r++)
+            for (int i = 0; i < 6 + CHANNELS; i++) {
+                const Group *mine = group_number(&comms[r], i);
+                if (mine->size <= 1) continue;
+                const int at = (r - mine->first) / mine->stride;
+                assert_int_equal(mine->first + at * mine->stride, r);
+                assert_true(i < 6 ? at == mine->rank : at == 0 || at == 1);
+                int members = 0;
+                for (int other = 0; other < ranks; other++) {
+                    const int end = i < 6 || other == r ? i : 6 + ((i - 6) ^ 1); // what one sends the other receives
+                    const Group *group = group_number(&comms[other], end);
+                    members +=
+                        group->size == mine->size && group->first == mine->first && group->stride == mine->stride;
+                }
+                assert_int_equal(members, mine->size);
+            }
+        free(comms);
+    }
+}
+
 int main(void) {
     void (*const functions[CHILDREN])(void) = {one_does_not_end, one_of_a_group_does_not_end, long_but_moving,
                                                stopped_while_waiting, calls_that_do_not_return};
@@ -188,7 +232,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_collective_is_named),  cmocka_unit_test(a_group_counts_from_its_end),
         cmocka_unit_test(who_is_slow_goes_on),      cmocka_unit_test(who_is_asked_to_stop_says_what_it_waits_in),
-        cmocka_unit_test(the_watchdog_ends_a_call),
+        cmocka_unit_test(the_watchdog_ends_a_call), cmocka_unit_test(groups_know_their_ranks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
