@@ -67,27 +67,27 @@ else
 GENCODE := $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
            -gencode arch=compute_$(lastword $(CUDA_ARCHS)),code=compute_$(lastword $(CUDA_ARCHS))
 endif
-# NCCL, MPI: 1 or 0; what is not given is found out by linking a program, once. Several ranks need both.
+# NCCL, MPI: 1 or 0; what is not given is found out by linking a program, once. Several ranks need NCCL; where mpirun
+# starts them they meet through MPI.
 ifeq ($(filter clean,$(MAKECMDGOALS)),)
 include $(BUILD)/libraries.mk
 endif
-MISSING := $(strip $(if $(filter 1,$(NCCL)),,NCCL) $(if $(filter 1,$(MPI)),,MPI))
 COMMA := ,
-SPACE := $() $()
 # Of pkg-config's answer nvcc understands folders and libraries.
 CUDA_INCLUDES := $(filter -I%,$(MPI_FLAGS)) -Ikernels/cuda -Ikernels -I.
 CUDA_LIBRARIES := -lcublasLt $(filter -L% -l%,$(MPI_LIBRARIES)) -lpthread
-ifneq ($(MISSING),)
-CUDA_INCLUDES := -Ikernels/cuda/one_rank -DTRAIN_GPT_MISSING='"$(subst $(SPACE), and ,$(MISSING))"' $(CUDA_INCLUDES)
-CUDA_LIBRARIES := $(filter-out -lmpi,$(CUDA_LIBRARIES))
-endif
-ifeq ($(filter NCCL,$(MISSING)),)
+ifeq ($(NCCL),1)
 CUDA_LIBRARIES += -lnccl
 else
 CUDA_INCLUDES := -Ikernels/cuda/without_nccl $(CUDA_INCLUDES)
 endif
+CUDA_MPI := $(if $(filter 11,$(NCCL)$(MPI)),1,0)
+ifeq ($(CUDA_MPI),0)
+CUDA_LIBRARIES := $(filter-out -lmpi,$(CUDA_LIBRARIES))
+endif
 # No -lineinfo: with it several kernels spill registers.
-COMPILE = $(NVCC) -x cu -std=c++17 $(GENCODE) $(OPTIMIZE) -D_GNU_SOURCE -MMD -MP $(CUDA_INCLUDES) \
+COMPILE = $(NVCC) -x cu -std=c++17 $(GENCODE) $(OPTIMIZE) -D_GNU_SOURCE -DTRAIN_GPT_MPI=$(CUDA_MPI) -MMD -MP \
+          $(CUDA_INCLUDES) \
           -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-fopenmp,-fno-strict-aliasing
 # What ptxas reports of the kernels is checked before their object counts as made.
 CHECKED = -Xptxas -v 2> $@.ptxas || { grep -v '^ptxas info\|bytes stack frame' $@.ptxas >&2; exit 1; } && \

@@ -80,6 +80,34 @@ static inline char *checkpoint_describe(const Unit *unit, Held own) {
     return text;
 }
 
+// What this rank writes of a unit's state, and in which type; false: nothing.
+static inline bool checkpoint_part(const Zero *zero, const Unit *unit, int state, Held *own, FloatType *type) {
+    const bool params = state == STATE_PARAMS && !zero_has_masters(&zero->options);
+    *own = zero_own(zero, unit, params ? zero->strategy->shard_params : zero->strategy->shard_optimizer);
+    *type = params && sizeof(floatX) < sizeof(float) ? FLOAT_BF16 : FLOAT_F32;
+    return own->count > 0;
+}
+
+// Gives a part its place in the snapshot, which has *snapshot_bytes so far: with checkpoint_async one of its own,
+// otherwise the same as all others.
+static inline size_t checkpoint_place(const Config *config, size_t part_bytes, size_t *snapshot_bytes) {
+    const size_t room = round_up(part_bytes, 64), at = config->checkpoint_async ? *snapshot_bytes : 0;
+    if (at + room > *snapshot_bytes) *snapshot_bytes = at + room;
+    return at;
+}
+
+// Host memory that this rank's snapshot takes; 0 without checkpoints.
+static inline size_t checkpoint_snapshot_bytes(const Config *config, const Zero *zero) {
+    size_t bytes = 0;
+    Held own;
+    FloatType type;
+    for (int state = 0; state < STATES && config->checkpoint_every > 0; state++)
+        for (int u = 0; u < zero->layout->n_units; u++)
+            if (checkpoint_part(zero, &zero->layout->units[u], state, &own, &type))
+                checkpoint_place(config, own.count * float_type_size(type), &bytes);
+    return bytes;
+}
+
 static inline char *checkpoint_text(const char *text) {
     char *copy = strdup(text);
     if (copy == NULL) die("no memory for the names of a checkpoint");
@@ -112,18 +140,15 @@ static inline void checkpoints_open(Checkpoints *cp, const Config *config, Zero 
     for (int state = 0; state < STATES; state++)
         for (int u = 0; u < n_units; u++) {
             const Unit *unit = &zero->layout->units[u];
-            const bool params = state == STATE_PARAMS && zero->master == NULL;
-            const bool sharded = params ? zero->strategy->shard_params : zero->strategy->shard_optimizer;
-            const Held own = zero_own(zero, unit, sharded);
-            if (own.count == 0) continue;
+            Held own;
+            FloatType type;
+            if (!checkpoint_part(zero, unit, state, &own, &type)) continue;
             const float *optimizer = state == STATE_PARAMS ? zero->master : state == STATE_M ? zero->m : zero->v;
-            const FloatType type = params && sizeof(floatX) < sizeof(float) ? FLOAT_BF16 : FLOAT_F32;
             CheckpointPart *part = &cp->parts[cp->n_parts];
-            part->device = params ? (const char *)(zero->params + own.at) : (const char *)(optimizer + own.at);
+            part->device =
+                optimizer == NULL ? (const char *)(zero->params + own.at) : (const char *)(optimizer + own.at);
             part->bytes = own.count * float_type_size(type);
-            const size_t room = round_up(part->bytes, 64);
-            part->at = config->checkpoint_async ? cp->snapshot_bytes : 0;
-            if (part->at + room > cp->snapshot_bytes) cp->snapshot_bytes = part->at + room;
+            part->at = checkpoint_place(config, part->bytes, &cp->snapshot_bytes);
             char name[48];
             state_tensor_name(unit, state, name);
             const uint64_t shape[1] = {own.count};

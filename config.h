@@ -45,6 +45,7 @@
     O(data, TEXT, train_data, "", "", "token shards (*.bin, may be a glob), or a text file read as bytes") \
     O(data, TEXT, val_data, "", "", "the same, for validation; none: no validation") \
     O(data, TEXT, tokenizer, "", "", "vocabulary file that turns tokens into text; none: tokens are bytes") \
+    O(data, TEXT, hellaswag, "", "", "choices between four endings, in llm.c's file format; none: no such evaluation") \
     O(batch, INTEGER, micro_batch, "12", "[1, 1048576]", "sequences per data-parallel rank and forward pass") \
     O(batch, INTEGER, sequence_length, "0", "[0, 1048576]", "tokens per sequence; 0: the model's context_length") \
     O(batch, INTEGER, tokens_per_step, "0", "[0, 1099511627776]", "tokens per step over all ranks; 0: one micro-batch on each") \
@@ -82,6 +83,8 @@
     O(run, INTEGER, nproc, "1", "[1, 4096]", "ranks to start on this machine") \
     O(run, INTEGER, val_every, "250", "[0, 1e9]", "steps between validations; 0: none") \
     O(run, INTEGER, val_steps, "0", "[0, 1e9]", "steps' worth of data (tokens_per_step) in a validation; 0: the whole split") \
+    O(run, INTEGER, hellaswag_every, "0", "[0, 1e9]", "steps between evaluations on hellaswag; 0: none") \
+    O(run, BOOLEAN, eval_only, "false", "", "no training: evaluate the weights of init_from, or the checkpoint of resume, and end") \
     O(run, INTEGER, sample_every, "0", "[0, 1e9]", "steps between samples of text; 0: none") \
     O(run, INTEGER, sample_tokens, "200", "[1, 1048576]", "length of a sample, tokens") \
     O(run, NUMBER, sample_temperature, "0.8", "[0.001, 100]", "of a sample: above 1 more random, below 1 less") \
@@ -103,8 +106,15 @@
     O(checkpoint, INTEGER, checkpoint_major_every, "0", "[0, 1e9]", "steps between checkpoints that are kept for good; 0: none") \
     O(checkpoint, BOOLEAN, checkpoint_async, "true", "", "write checkpoints while training goes on") \
     O(checkpoint, TEXT, resume, "never", "", "auto: go on from the newest checkpoint in log_dir, if any; or the directory of one") \
-    O(checkpoint, TEXT, init_from, "", "", "file of weights to begin with; none: random weights")
+    O(checkpoint, TEXT, init_from, "", "", "weights to begin with: a checkpoint, a Hugging Face GPT-2, an llm.c model; none: random; a model's shape that is not given is theirs") \
+    O(exporting, TEXT, export, "", "", "directory to write as a Hugging Face GPT-2, from the weights of --from, and end") \
+    O(exporting, TEXT, export_llmc, "", "", "file to write as an llm.c model, from the weights of --from, and end") \
+    O(exporting, TEXT, from, "", "", "export: the weights, whatever init_from takes") \
+    O(exporting, CHOICE, export_dtype, "fp32", "fp32|bf16|fp16", "export: the type that is written")
 // clang-format on
+
+// C++ keeps the name of one option to itself: its field is called differently.
+#define export export_directory
 
 // CONFIG_n_layer and so on: the place of each option in the table.
 #define CONFIG_ID(section, type, key, initial, allowed, help) CONFIG_##key,
@@ -140,6 +150,7 @@ static inline OptionTable config_table(Config *config) {
     OptionTable table = {options, CONFIG_COUNT, config, config->sources, config->file};
     return table;
 }
+#undef export
 
 // Gives the shape of the preset to the keys that come from an earlier source than the preset itself.
 static inline void config_apply_preset(Config *config, OptionSource source) {
@@ -188,18 +199,23 @@ static inline bool config_read(Config *config, int argc, char **argv, Error *err
     return true;
 }
 
+// Whether the program is asked to export weights, and for nothing else.
+static inline bool config_exports(const Config *config) {
+    return config->export_directory[0] != '\0' || config->export_llmc[0] != '\0' || config->from[0] != '\0';
+}
+
 // What --help prints.
 static inline void config_help(FILE *out) {
     Config config;
     memset(&config, 0, sizeof config);
     OptionTable table = config_table(&config);
-    fprintf(
-        out,
-        "usage: ./train_gpt [CONFIG.json] [--flag value | --flag=value]...\n"
-        "\n"
-        "Pretrains a GPT from random weights. The file holds the options below as {\"section\": {\"key\": value}},\n"
-        "a key being the flag with underscores. Flags override the file; of a flag given twice the last counts.\n"
-        "--preset replaces the whole shape of the file's model. A boolean flag without a value means true.\n");
+    fprintf(out,
+            "usage: ./train_gpt [CONFIG.json] [--flag value | --flag=value]...\n"
+            "       ./train_gpt --export DIRECTORY --from WEIGHTS\n"
+            "\n"
+            "Pretrains a GPT. The file holds the options below as {\"section\": {\"key\": value}},\n"
+            "a key being the flag with underscores. Flags override the file; of a flag given twice the last counts.\n"
+            "--preset replaces the whole shape of the file's model. A boolean flag without a value means true.\n");
     options_help(&table, out);
 }
 
@@ -228,7 +244,6 @@ static inline bool config_check_built(Config *config, Error *error) {
     static const Built limits[] = {
         {CONFIG_recompute, "none|full"},
         {CONFIG_offload, "none"},
-        {CONFIG_init_from, ""},
     };
     OptionTable table = config_table(config);
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
@@ -236,7 +251,7 @@ static inline bool config_check_built(Config *config, Error *error) {
         option_value_text(&table, limits[i].id, value);
         if (!option_is_choice(limits[i].built, value))
             return config_error(config, limits[i].id, error, "%.60s is not built yet, so far there is only %s", value,
-                                limits[i].built[0] != '\0' ? limits[i].built : "none");
+                                limits[i].built);
     }
     return true;
 }
@@ -459,6 +474,11 @@ static inline bool config_check_checkpoints(Config *config, Error *error) {
                             "\"\": never, auto or the directory of a checkpoint is needed");
     if (strcmp(config->resume, "auto") == 0 && config->log_dir[0] == '\0')
         return config_error(config, CONFIG_resume, error, "auto looks for checkpoints in log_dir, which is needed");
+    if (strcmp(config->resume, "auto") != 0 && strcmp(config->resume, "never") != 0 && config->init_from[0] != '\0')
+        return config_error(config, CONFIG_init_from, error,
+                            "%.200s are weights to begin anew with, but resume goes on from %.200s; one of them is "
+                            "needed (or --resume auto, which begins anew only where there is no checkpoint)",
+                            config->init_from, config->resume);
     if (every > 0 && config->log_dir[0] == '\0')
         return config_error(config, CONFIG_checkpoint_every, error,
                             "checkpoints are written to log_dir, which is needed");
@@ -467,6 +487,22 @@ static inline bool config_check_checkpoints(Config *config, Error *error) {
                             "%lld is not a multiple of checkpoint_every %lld: only checkpoints that are written can be "
                             "kept",
                             (long long)major, (long long)every);
+    return true;
+}
+
+static inline bool config_check_evaluation(Config *config, Error *error) {
+    if (config->hellaswag_every > 0 && config->hellaswag[0] == '\0')
+        return config_error(config, CONFIG_hellaswag_every, error,
+                            "%lld: there are no examples, --hellaswag FILE is needed",
+                            (long long)config->hellaswag_every);
+    if (!config->eval_only) return true;
+    if (config->init_from[0] == '\0' && strcmp(config->resume, "never") == 0)
+        return config_error(config, CONFIG_eval_only, error,
+                            "random weights are not evaluated: --init-from PATH, or --resume auto or DIR, is needed");
+    if (config->val_data[0] == '\0' && config->hellaswag[0] == '\0' && config->sample_every == 0)
+        return config_error(config, CONFIG_eval_only, error,
+                            "there is nothing to evaluate on: --val-data, --hellaswag or --sample-every 1 is needed");
+    config->checkpoint_every = config->checkpoint_major_every = 0; // nothing changes
     return true;
 }
 
@@ -482,7 +518,7 @@ static inline bool config_check(Config *config, int world_size, int node_ranks, 
         !config_check_sharding(config, node_ranks, error) || !config_check_profile(config, error))
         return false;
     if (config->plan) return true; // which reads no data
-    if (config->train_data[0] == '\0')
+    if (config->train_data[0] == '\0' && !config->eval_only)
         return config_error(config, CONFIG_train_data, error,
                             "no training data: give --train-data FILE (scripts/quickstart.sh prepares some)");
     if (config->val_data[0] == '\0') config->val_every = 0; // nothing to validate on
@@ -492,7 +528,7 @@ static inline bool config_check(Config *config, int world_size, int node_ranks, 
     if (config->trace > config->steps)
         return config_error(config, CONFIG_trace, error, "step %lld is beyond the last, steps is %lld",
                             (long long)config->trace, (long long)config->steps);
-    return config_check_checkpoints(config, error);
+    return config_check_evaluation(config, error) && config_check_checkpoints(config, error);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,23 @@ static inline uint16_t float_to_bf16(float value) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// Beyond 65504, the largest fp16, infinity.
+static inline uint16_t float_to_f16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) // a NaN stays one, with the bits that there is room for
+        return (uint16_t)(sign | 0x7c00 | (magnitude >> 13 & 0x3ff) | ((magnitude >> 13 & 0x3ff) == 0 ? 0x200 : 0));
+    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00);    // 65520, half way to the next
+    if (magnitude < 0x38800000) {                                     // below 2^-14: in steps of 2^-24
+        float steps = float_from_bits(magnitude) * 0x1p24f + 0x1p23f; // the sum is rounded to a whole number
+        uint32_t rounded;
+        memcpy(&rounded, &steps, sizeof rounded);
+        return (uint16_t)(sign | (rounded & 0x7fffff));
+    }
+    return (uint16_t)(sign | ((magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13));
+}
+
 // Decodes n values of a type.   raw (n, as in the file), out (n)
 static inline void floats_decode(FloatType type, const void *raw, size_t n, float *out) {
     if (type == FLOAT_F32) {
@@ -60,14 +77,14 @@ static inline void floats_decode(FloatType type, const void *raw, size_t n, floa
     }
 }
 
-// Encodes n values as fp32 or bf16.   values (n), raw (n, as in the file)
+// Encodes n values.   values (n), raw (n, as in the file)
 static inline void floats_encode(FloatType type, const float *values, size_t n, void *raw) {
     if (type == FLOAT_F32) {
         memcpy(raw, values, n * 4);
         return;
     }
     for (size_t i = 0; i < n; i++) {
-        const uint16_t half = float_to_bf16(values[i]);
+        const uint16_t half = type == FLOAT_BF16 ? float_to_bf16(values[i]) : float_to_f16(values[i]);
         memcpy((char *)raw + 2 * i, &half, 2);
     }
 }

@@ -604,6 +604,16 @@ static inline double gpt_loss(GPT *model) {
     return *model->loss;
 }
 
+// The loss of every token of the last pass: out (rows), host; what its targets do not count means nothing. False on
+// ranks where gpt_loss_sum() is NULL: out is left alone. Waits for the compute stream.
+static inline bool gpt_losses(GPT *model, size_t rows, float *out) {
+    if (gpt_loss_sum(model) == NULL) return false;
+    cudaStream_t compute = model->zero->compute;
+    cuda_check(cudaMemcpyAsync(out, model->losses, rows * sizeof(float), cudaMemcpyDeviceToHost, compute));
+    comm_wait(model->zero->comm, compute, "the losses of tokens");
+    return true;
+}
+
 // The logits of the row that the last pass asked for with only_row, on every rank: out (V), host. Ranks that hold parts
 // of the vocabulary, or none of the head, learn them from those of the first data-parallel rank. Waits for the streams.
 static inline void gpt_logits(GPT *model, float *out) {

@@ -13,6 +13,7 @@
 #ifndef HUGGINGFACE_H
 #define HUGGINGFACE_H
 
+#include <dirent.h>
 #include "safetensors.h"
 #include "weights_kind.h"
 
@@ -383,7 +384,10 @@ static inline void huggingface_close(Weights *weights) {
 }
 
 static const WeightsKind HUGGINGFACE_KIND = {"a Hugging Face directory (config.json and model.safetensors)",
-                                             huggingface_recognises, huggingface_open, huggingface_read,
+                                             huggingface_recognises,
+                                             huggingface_open,
+                                             NULL,
+                                             huggingface_read,
                                              huggingface_close};
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -458,43 +462,64 @@ static inline bool huggingface_write_weights(const char *path, const ModelShape 
 static inline bool huggingface_write_config(const char *path, const ModelShape *shape, FloatType type, Error *error) {
     // GPT-2's end-of-text token; other vocabularies have none that we know, and transformers would assume this one.
     const char *end_of_text = shape->vocab_size == 50257 ? "50256" : "null";
+    static const char *const types[] = {"float32", "bfloat16", "float16"}; // by FloatType
     char text[1024];
-    const int length =
-        snprintf(text, sizeof text,
-                 "{\n"
-                 "  \"activation_function\": \"gelu_new\",\n"
-                 "  \"architectures\": [\"GPT2LMHeadModel\"],\n"
-                 "  \"attn_pdrop\": 0.0,\n"
-                 "  \"bos_token_id\": %s,\n"
-                 "  \"embd_pdrop\": 0.0,\n"
-                 "  \"eos_token_id\": %s,\n"
-                 "  \"initializer_range\": 0.02,\n"
-                 "  \"layer_norm_epsilon\": 1e-05,\n"
-                 "  \"model_type\": \"gpt2\",\n"
-                 "  \"n_ctx\": %d,\n"
-                 "  \"n_embd\": %d,\n"
-                 "  \"n_head\": %d,\n"
-                 "  \"n_inner\": null,\n"
-                 "  \"n_layer\": %d,\n"
-                 "  \"n_positions\": %d,\n"
-                 "  \"resid_pdrop\": 0.0,\n"
-                 "  \"tie_word_embeddings\": true,\n"
-                 "  \"torch_dtype\": \"%s\",\n"
-                 "  \"vocab_size\": %d\n"
-                 "}\n",
-                 end_of_text, end_of_text, shape->context_length, shape->n_embd, shape->n_head, shape->n_layer,
-                 shape->context_length, type == FLOAT_F32 ? "float32" : "bfloat16", shape->vocab_size);
+    const int length = snprintf(text, sizeof text,
+                                "{\n"
+                                "  \"activation_function\": \"gelu_new\",\n"
+                                "  \"architectures\": [\"GPT2LMHeadModel\"],\n"
+                                "  \"attn_pdrop\": 0.0,\n"
+                                "  \"bos_token_id\": %s,\n"
+                                "  \"embd_pdrop\": 0.0,\n"
+                                "  \"eos_token_id\": %s,\n"
+                                "  \"initializer_range\": 0.02,\n"
+                                "  \"layer_norm_epsilon\": 1e-05,\n"
+                                "  \"model_type\": \"gpt2\",\n"
+                                "  \"n_ctx\": %d,\n"
+                                "  \"n_embd\": %d,\n"
+                                "  \"n_head\": %d,\n"
+                                "  \"n_inner\": null,\n"
+                                "  \"n_layer\": %d,\n"
+                                "  \"n_positions\": %d,\n"
+                                "  \"resid_pdrop\": 0.0,\n"
+                                "  \"tie_word_embeddings\": true,\n"
+                                "  \"torch_dtype\": \"%s\",\n"
+                                "  \"vocab_size\": %d\n"
+                                "}\n",
+                                end_of_text, end_of_text, shape->context_length, shape->n_embd, shape->n_head,
+                                shape->n_layer, shape->context_length, types[type], shape->vocab_size);
     OutputFile file;
     const bool ok = output_open(&file, path, error) && output_write(&file, text, (size_t)length, error);
     return output_finish(&file, error) && ok;
 }
 
-// Writes a model as a Hugging Face directory, in fp32 or bf16; makes the directory if there is none. Each file appears
-// only when complete. Memory: the largest matrix of a block, in fp32.
+// Whether a directory may be exported to: there is none, it is empty, or it holds an export, or what one that was
+// interrupted has left.
+static inline bool huggingface_may_replace(const char *directory, Error *error) {
+    static const char *const own[] = {"config.json", "model.safetensors", "config.json.tmp", "model.safetensors.tmp"};
+    DIR *list = opendir(directory);
+    if (list == NULL)
+        return errno == ENOENT || error_set(error, "%s: cannot be exported to: %s", directory, strerror(errno));
+    char other[JSON_NAME_SHOWN] = "";
+    bool has[4] = {false, false, false, false};
+    for (const struct dirent *entry; (entry = readdir(list)) != NULL;) {
+        bool known = strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0;
+        for (int i = 0; i < 4; i++)
+            if (strcmp(entry->d_name, own[i]) == 0) known = has[i] = true;
+        if (!known) snprintf(other, sizeof other, "%.*s", (int)JSON_NAME_SHOWN - 1, entry->d_name);
+    }
+    closedir(list);
+    return other[0] == '\0' || (has[0] && has[1]) ||
+           error_set(error, "%s: holds %s and no export: it is not overwritten; name an empty directory, or a new one",
+                     directory, other);
+}
+
+// Writes a model as a Hugging Face directory, in fp32, bf16 or fp16; makes the directory if there is none. Each file
+// appears only when complete. Memory: the largest matrix of a block, in fp32.
 static inline bool huggingface_export(const char *directory, const ModelShape *shape, FloatType type, WeightsRead read,
                                       void *context, Error *error) {
-    if (mkdir(directory, 0755) != 0 && errno != EEXIST)
-        return error_set(error, "%s: cannot be made: %s", directory, strerror(errno));
+    const bool made = mkdir(directory, 0755) == 0;
+    if (!made && errno != EEXIST) return error_set(error, "%s: cannot be made: %s", directory, strerror(errno));
     char *weights = path_join(directory, "/", "model.safetensors"), *weights_new = path_join(weights, ".", "tmp");
     char *config = path_join(directory, "/", "config.json"), *config_new = path_join(config, ".", "tmp");
     const bool ok = huggingface_write_weights(weights_new, shape, type, read, context, error) &&
@@ -503,6 +528,7 @@ static inline bool huggingface_export(const char *directory, const ModelShape *s
     if (!ok) {
         unlink(weights_new);
         unlink(config_new);
+        if (made) rmdir(directory);
     }
     free(weights);
     free(weights_new);

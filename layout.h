@@ -336,4 +336,25 @@ static inline bool unit_next_piece(const Unit *unit, size_t first, size_t end, P
     return false;
 }
 
+// Elements [first, first + count) of a unit, which stand at `at` of a buffer.
+typedef struct {
+    size_t first, count, at;
+} Held;
+
+// The part of a unit that one rank of a grid alone answers for in sums, hashes and checkpoints: 1/N of it, inside its
+// shard of the shard_group ranks that share it. What tensor ranks hold in common is the first one's, and wte, which
+// both ends of a pipeline hold, is the first stage's. `at` counts from the unit's beginning.
+static inline Held unit_own(const Unit *unit, const Grid *grid, int shard_group, int rank) {
+    const int tensor_rank = rank % grid->tensor, data_rank = rank / grid->tensor % grid->data;
+    const int shard_rank = data_rank % shard_group, replica = data_rank / shard_group;
+    const bool copy = unit->kind == UNIT_WTE && rank / grid->tensor / grid->data > 0;
+    const size_t limit = copy ? 0 : tensor_rank > 0 ? unit->replicated : unit->size;
+    Held own;
+    own.count = unit->size / (size_t)grid->data;
+    own.first = unit->size / (size_t)shard_group * (size_t)shard_rank + own.count * (size_t)replica;
+    if (own.first + own.count > limit) own.count = own.first < limit ? limit - own.first : 0;
+    own.at = own.first;
+    return own;
+}
+
 #endif

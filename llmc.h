@@ -112,7 +112,7 @@ static inline void llmc_close(Weights *weights) {
     free(llmc);
 }
 
-static const WeightsKind LLMC_KIND = {"an llm.c model file", llmc_recognises, llmc_open, llmc_read, llmc_close};
+static const WeightsKind LLMC_KIND = {"an llm.c model file", llmc_recognises, llmc_open, NULL, llmc_read, llmc_close};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing
@@ -130,7 +130,20 @@ static inline bool llmc_write_tensor(OutputFile *file, const Tensor *tensor, Flo
     return true;
 }
 
-// Writes a model as an llm.c file, in fp32 or bf16. The file appears only when complete.
+// Whether a path may be exported to: nothing is there, or a model of llm.c.
+static inline bool llmc_may_replace(const char *path, Error *error) {
+    struct stat status;
+    if (stat(path, &status) != 0) return true;
+    InputFile file;
+    int32_t magic = 0;
+    Error unread = {""};
+    const bool ok =
+        input_open(&file, path, &unread) && input_read(&file, &magic, sizeof magic, 0, &unread) && magic == LLMC_MAGIC;
+    input_close(&file);
+    return ok || error_set(error, "%s: is there and no llm.c model: it is not overwritten; name another file", path);
+}
+
+// Writes a model as an llm.c file, in fp32 or bf16 (the format has no other). The file appears only when complete.
 static inline bool llmc_export(const char *path, const ModelShape *shape, FloatType type, WeightsRead read,
                                void *context, Error *error) {
     Layout whole;

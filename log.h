@@ -24,16 +24,18 @@
 
 typedef struct {
     const Config *config;
-    bool speaks;               // rank 0
-    int directory;             // open and locked, or -1
-    FILE *metrics;             // or NULL
-    bool failing;              // its last lines are not in the file yet
-    int64_t first_step;        // steps taken before this run, which went on from a checkpoint
-    double started, last_line; // seconds
-    float *step_ms;            // of every step of this run so far
+    char path[OPTION_TEXT_SIZE + 8]; // of its directory; "": nothing is written
+    bool speaks;                     // rank 0
+    int directory;                   // open and locked, or -1
+    FILE *metrics;                   // or NULL
+    bool failing;                    // its last lines are not in the file yet
+    int64_t first_step;              // steps taken before this run, which went on from a checkpoint
+    double started, last_line;       // seconds
+    float *step_ms;                  // of every step of this run so far
     int64_t steps;
     double train_seconds;            // spent in steps: without evaluation and samples
     double last_loss, last_val_loss; // NaN while there is none
+    double last_hellaswag;           // accuracy, the same
     double peak_tokens_per_second;   // at an MFU of 1; NaN where the device's peak is not known
 } Log;
 
@@ -80,7 +82,7 @@ static inline FILE *log_create(const Log *log, const char *name, Error *error) {
     const int file = openat(log->directory, name, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     FILE *stream = file < 0 ? NULL : fdopen(file, "w");
     if (stream == NULL) {
-        error_set(error, "log_dir: cannot write %s/%s: %s", log->config->log_dir, name, strerror(errno));
+        error_set(error, "log_dir: cannot write %s/%s: %s", log->path, name, strerror(errno));
         if (file >= 0) close(file);
     }
     return stream;
@@ -88,7 +90,7 @@ static inline FILE *log_create(const Log *log, const char *name, Error *error) {
 
 // Opens metrics.jsonl for lines that follow its first `bytes` bytes.
 static inline bool log_continue(Log *log, int64_t bytes, Error *error) {
-    const char *directory = log->config->log_dir;
+    const char *directory = log->path;
     const int file = openat(log->directory, "metrics.jsonl", O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
     struct stat status;
     const bool ok = file >= 0 && fstat(file, &status) == 0;
@@ -108,7 +110,7 @@ static inline bool log_continue(Log *log, int64_t bytes, Error *error) {
 // but for metrics to go on with, which are cut when nothing else can fail. metrics_bytes: of them stay; -1: the log
 // begins anew.
 static inline bool log_open_files(Log *log, int64_t metrics_bytes, Error *error) {
-    const char *directory = log->config->log_dir;
+    const char *directory = log->path;
     log->directory = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (log->directory < 0) return error_set(error, "log_dir: cannot open %s: %s", directory, strerror(errno));
     if (flock(log->directory, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
@@ -118,7 +120,7 @@ static inline bool log_open_files(Log *log, int64_t metrics_bytes, Error *error)
     if (unlinkat(log->directory, "summary.json", 0) != 0 && errno != ENOENT)
         return error_set(error, "log_dir: cannot replace %s/summary.json: %s", directory, strerror(errno));
     if (metrics_bytes < 0 && (log->metrics = log_create(log, "metrics.jsonl", error)) == NULL) return false;
-    char path[OPTION_TEXT_SIZE + 16];
+    char path[OPTION_TEXT_SIZE + 32];
     snprintf(path, sizeof path, "%s/config.json", directory);
     if (!config_write(log->config, path, error)) return false;
     if (metrics_bytes >= 0 && !log_continue(log, metrics_bytes, error)) return false;
@@ -127,26 +129,28 @@ static inline bool log_open_files(Log *log, int64_t metrics_bytes, Error *error)
 }
 
 // Opens the log of a run that has taken first_step of its steps; on rank 0 makes and locks the directory, if there is
-// one, and writes config.json there. metrics_bytes: of its metrics that stay; -1: the log begins anew.
-static inline bool log_open(Log *log, const Config *config, int rank, int64_t first_step, int64_t metrics_bytes,
-                            Error *error) {
+// one, and writes config.json there. folder: "", or "/..." for a folder in the log directory. metrics_bytes: of its
+// metrics that stay; -1: the log begins anew.
+static inline bool log_open(Log *log, const Config *config, int rank, const char *folder, int64_t first_step,
+                            int64_t metrics_bytes, Error *error) {
     memset(log, 0, sizeof *log);
     log->config = config;
     log->speaks = rank == 0;
     log->first_step = first_step;
     log->directory = -1;
     log->started = log->last_line = now_seconds();
-    log->last_loss = log->last_val_loss = log->peak_tokens_per_second = NAN;
+    log->last_loss = log->last_val_loss = log->last_hellaswag = log->peak_tokens_per_second = NAN;
     log->step_ms = (float *)calloc((size_t)config->steps + 1, sizeof(float));
     if (log->step_ms == NULL) return error_set(error, "steps: no room for the times of %lld", (long long)config->steps);
     if (!log->speaks || config->log_dir[0] == '\0') return true;
+    snprintf(log->path, sizeof log->path, "%s%s", config->log_dir, folder);
     size_t before = 0;
-    if (make_directories(config->log_dir, &before, error) && log_open_files(log, metrics_bytes, error)) return true;
+    if (make_directories(log->path, &before, error) && log_open_files(log, metrics_bytes, error)) return true;
     if (log->metrics != NULL && metrics_bytes < 0) {
         fclose(log->metrics);
         unlinkat(log->directory, "metrics.jsonl", 0); // still empty
     }
-    remove_directories(config->log_dir, before);
+    remove_directories(log->path, before);
     return false;
 }
 
@@ -159,7 +163,7 @@ static inline void log_flush(Log *log) {
         fflush(stdout);
         fprintf(stderr,
                 "train_gpt: cannot write %s/metrics.jsonl: %s; training goes on, the lines are kept in memory\n",
-                log->config->log_dir, strerror(reason));
+                log->path, strerror(reason));
     }
     if (failed) clearerr(log->metrics);
     log->failing = failed;
@@ -172,7 +176,7 @@ static inline int64_t log_position(Log *log) {
 
 static inline void log_close(Log *log) {
     if (log->metrics != NULL && fclose(log->metrics) != 0)
-        die("cannot write %s/metrics.jsonl: %s", log->config->log_dir, strerror(errno));
+        die("cannot write %s/metrics.jsonl: %s", log->path, strerror(errno));
     if (log->directory >= 0) close(log->directory);
     free(log->step_ms);
 }
@@ -200,9 +204,10 @@ static inline const char *human_time(double seconds, char *text, size_t size) {
     return text;
 }
 
-// What is about to be trained, on what: all ranks have a `device` of the same name.
+// What is about to be trained (or, without training tokens, evaluated), on what: all ranks have a `device` of the same
+// name.
 static inline void log_header(Log *log, const Trainer *trainer, const char *device, int threads, int64_t train_tokens,
-                              int64_t val_tokens) {
+                              int64_t val_tokens, int hellaswag_examples) {
     const Config *c = log->config;
     const Layout *layout = &trainer->layout;
     const MfuKind kind = sizeof(floatX) < sizeof(float) ? MFU_BF16 : c->tf32 ? MFU_TF32 : MFU_FP32;
@@ -214,20 +219,26 @@ static inline void log_header(Log *log, const Trainer *trainer, const char *devi
     printf("model    %lld layers, %lld heads, %lld wide, context %lld, vocabulary %lld: %s parameters\n",
            (long long)c->n_layer, (long long)c->n_head, (long long)c->n_embd, (long long)c->context_length,
            (long long)c->vocab_size, human_count((double)layout->parameters, a, sizeof a));
-    printf("data     %s: %s tokens", c->train_data, human_count((double)train_tokens, a, sizeof a));
+    printf("data     ");
+    if (train_tokens > 0) printf("%s: %s tokens; ", c->train_data, human_count((double)train_tokens, a, sizeof a));
     if (val_tokens > 0)
-        printf("; validation %s: %s tokens", c->val_data, human_count((double)val_tokens, b, sizeof b));
+        printf("validation %s: %s tokens", c->val_data, human_count((double)val_tokens, b, sizeof b));
     else
-        printf("; no validation");
+        printf("no validation");
+    if (hellaswag_examples > 0) printf("; HellaSwag %s: %d examples", c->hellaswag, hellaswag_examples);
     printf("\n");
     printf("batch    %lld tokens a step: %d ranks x %lld micro-batches x %lld sequences x %lld tokens\n",
            (long long)c->tokens_per_step, trainer->comm.data.size, (long long)c->micro_batches,
            (long long)c->micro_batch, (long long)c->sequence_length);
-    printf("run      %lld steps, %.2f epochs, strategy %s, %s, %s, %d thread%s a rank\n", (long long)c->steps,
-           (double)c->steps * (double)c->tokens_per_step / (double)train_tokens, c->strategy, c->precision, device,
-           threads, threads == 1 ? "" : "s");
+    if (c->eval_only)
+        printf("run      evaluation only");
+    else
+        printf("run      %lld steps, %.2f epochs", (long long)c->steps,
+               (double)c->steps * (double)c->tokens_per_step / (double)train_tokens);
+    printf(", strategy %s, %s, %s, %d thread%s a rank\n", c->strategy, c->precision, device, threads,
+           threads == 1 ? "" : "s");
     printf("memory   %.1f MB a rank\n", (double)trainer->memory.peak / 1e6);
-    if (c->log_dir[0] != '\0') printf("log      %s\n", c->log_dir);
+    if (log->path[0] != '\0') printf("log      %s\n", log->path);
     printf("\n");
     fflush(stdout);
 }
@@ -284,6 +295,23 @@ static inline void log_validation(Log *log, int64_t step, double val_loss, doubl
     fflush(stdout);
 }
 
+// Right answers on HellaSwag after `step` steps.
+static inline void log_hellaswag(Log *log, int64_t step, int64_t correct, int examples, double seconds) {
+    log->last_hellaswag = (double)correct / examples;
+    log->last_line = now_seconds();
+    if (!log->speaks) return;
+    char f[32];
+    if (log->metrics != NULL) {
+        fprintf(log->metrics,
+                "{\"step\": %lld, \"hellaswag\": %s, \"hellaswag_correct\": %lld, \"hellaswag_examples\": %d}\n",
+                (long long)step, json_float(log->last_hellaswag, f, sizeof f), (long long)correct, examples);
+        log_flush(log);
+    }
+    printf("step %lld: HellaSwag %lld of %d, %.2f %% (%.1f s)\n", (long long)step, (long long)correct, examples,
+           100 * log->last_hellaswag, seconds);
+    fflush(stdout);
+}
+
 // Writes trace.json from the traces of all ranks; ends the recording. All ranks call it, after the step.
 static inline void log_trace(Log *log, Comm *comm, Trace *trace, int64_t step) {
     cuda_check(cudaDeviceSynchronize());
@@ -303,8 +331,8 @@ static inline void log_trace(Log *log, Comm *comm, Trace *trace, int64_t step) {
     }
     if (file != NULL) {
         trace_write_end(file, step);
-        if (fclose(file) != 0) die("cannot write %s/trace.json: %s", log->config->log_dir, strerror(errno));
-        printf("step %lld: streams recorded in %s/trace.json\n", (long long)step, log->config->log_dir);
+        if (fclose(file) != 0) die("cannot write %s/trace.json: %s", log->path, strerror(errno));
+        printf("step %lld: streams recorded in %s/trace.json\n", (long long)step, log->path);
     }
     trace_stop(trace);
 }
@@ -338,6 +366,7 @@ typedef struct {
     CommCounts communication, communication_planned; // of one training step
     CommCounts all_ranks, planned_all_ranks;         // the same, summed over ranks
     int64_t checkpoints_begun, checkpoints_saved;
+    uint64_t snapshot_bytes; // host memory that they take, of the rank with most
     double checkpoints_held; // seconds that training waited for them
     double idle_share;       // of the time of training steps that ranks waited for other stages: their mean
 } RunTotals;
@@ -360,12 +389,16 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
     const double mfu = tokens_per_second / log->peak_tokens_per_second;
     if (!log->speaks) return;
     char a[32], b[32];
-    printf("\n%lld steps in %s: train loss %.4f", (long long)log->steps,
-           human_time(now_seconds() - log->started, a, sizeof a), log->last_loss);
-    if (isfinite(log->last_val_loss)) printf(", validation loss %.4f", log->last_val_loss);
-    printf(", %s tokens/s (median)", human_count(tokens_per_second, b, sizeof b));
-    if (isfinite(mfu)) printf(", MFU %.1f %%", mfu * 100);
-    printf(", parameters %016llx\n\n", (unsigned long long)totals->params_hash);
+    human_time(now_seconds() - log->started, a, sizeof a);
+    if (c->eval_only)
+        printf("\nevaluated in %s: ", a);
+    else
+        printf("\n%lld steps in %s: train loss %.4f, ", (long long)log->steps, a, log->last_loss);
+    if (isfinite(log->last_val_loss)) printf("validation loss %.4f, ", log->last_val_loss);
+    if (isfinite(log->last_hellaswag)) printf("HellaSwag %.2f %%, ", 100 * log->last_hellaswag);
+    if (!c->eval_only) printf("%s tokens/s (median), ", human_count(tokens_per_second, b, sizeof b));
+    if (isfinite(mfu)) printf("MFU %.1f %%, ", mfu * 100);
+    printf("parameters %016llx\n\n", (unsigned long long)totals->params_hash);
     log_memory_table(totals);
     for (int kind = 0; kind < COMM_SCALARS; kind++) {
         const CommCount *count = &totals->communication.kind[kind];
@@ -375,7 +408,7 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
                    (double)count->bus_bytes / 1e6);
     }
     const double bubble = plan_bubble(c);
-    if (c->pipeline_parallel > 1)
+    if (c->pipeline_parallel > 1 && !c->eval_only)
         printf("pipeline: planned bubble %.1f %% of the computation, %.1f %% of a step; ranks waited for other stages "
                "for %.1f %% of it\n",
                100 * bubble, 100 * bubble / (1 + bubble), 100 * totals->idle_share);
@@ -385,7 +418,7 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
                1e3 * totals->checkpoints_held / (double)totals->checkpoints_begun,
                100 * totals->checkpoints_held / (totals->checkpoints_held + log->train_seconds));
     if (log->directory >= 0) {
-        printf("written to %s: config.json, metrics.jsonl, summary.json\n", c->log_dir);
+        printf("written to %s: config.json, metrics.jsonl, summary.json\n", log->path);
         cJSON *root = cJSON_CreateObject();
         json_add_integer(root, "parameters", trainer->layout.parameters);
         json_add_integer(root, "padded_parameters", totals->padded_parameters);
@@ -397,9 +430,13 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         json_add_integer(root, "pipeline_parallel", (uint64_t)c->pipeline_parallel);
         cJSON_AddStringToObject(root, "precision", c->precision);
         json_add_integer(root, "steps", (uint64_t)(log->first_step + log->steps));
-        json_add_integer(root, "tokens", (uint64_t)((log->first_step + log->steps) * c->tokens_per_step));
+        if (c->eval_only) // of whatever steps the weights have seen
+            cJSON_AddNullToObject(root, "tokens");
+        else
+            json_add_integer(root, "tokens", (uint64_t)((log->first_step + log->steps) * c->tokens_per_step));
         json_add_exact(root, "final_train_loss", log->last_loss);
         json_add_exact(root, "final_val_loss", log->last_val_loss);
+        json_add_exact(root, "final_hellaswag", log->last_hellaswag);
         snprintf(a, sizeof a, "%016llx", (unsigned long long)totals->params_hash);
         cJSON_AddStringToObject(root, "params_hash", a);
         json_add_exact(root, "tokens_per_second", tokens_per_second);
@@ -414,6 +451,7 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         json_add_integer(checkpoints, "begun", (uint64_t)totals->checkpoints_begun);
         json_add_integer(checkpoints, "saved", (uint64_t)totals->checkpoints_saved);
         json_add_exact(checkpoints, "held_ms", 1e3 * totals->checkpoints_held);
+        json_add_integer(checkpoints, "snapshot_bytes", totals->snapshot_bytes);
         json_add_memory(root, "memory_bytes", &totals->memory);
         json_add_memory(root, "memory_planned", &totals->planned);
         json_add_counts(json_add_counts(root, "communication_per_step", &totals->communication), "all_ranks",
@@ -425,7 +463,7 @@ static inline void log_summary(Log *log, const Trainer *trainer, const RunTotals
         FILE *file = text == NULL ? NULL : log_create(log, "summary.json.new", &error);
         const bool written = file != NULL && fprintf(file, "%s\n", text) > 0 && fclose(file) == 0 &&
                              renameat(log->directory, "summary.json.new", log->directory, "summary.json") == 0;
-        if (!written) die("cannot write %s/summary.json: %s", c->log_dir, strerror(errno));
+        if (!written) die("cannot write %s/summary.json: %s", log->path, strerror(errno));
         cJSON_free(text);
         cJSON_Delete(root);
     }

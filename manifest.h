@@ -236,6 +236,15 @@ static inline bool manifest_read(Manifest *manifest, const char *directory, Erro
     return ok;
 }
 
+// The shape of the model of the checkpoint in a directory.
+static inline bool manifest_read_shape(const char *directory, ModelShape *shape, Error *error) {
+    Manifest manifest;
+    if (!manifest_read(&manifest, directory, error)) return false;
+    *shape = manifest.shape;
+    manifest_free(&manifest);
+    return true;
+}
+
 // Checks that the files are there, of the right size; of every `ranks`th, from `rank` on, the checksum too.
 static inline bool manifest_verify(const Manifest *manifest, const char *directory, int rank, int ranks, Error *error) {
     enum { PIECE = 1 << 20 };
@@ -291,10 +300,13 @@ static inline bool manifest_check(const Manifest *m, const char *directory, cons
         {"sequence_length", m->sequence_length, (uint64_t)config->sequence_length,
          "the place in the data depends on it"},
     };
-    for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++)
+    enum { MODEL_FIELDS = 5 }; // all that an evaluation needs
+    const size_t count = config->eval_only ? (size_t)MODEL_FIELDS : sizeof fields / sizeof fields[0];
+    for (size_t i = 0; i < count; i++)
         if (fields[i].theirs != fields[i].ours)
             return error_set(error, "%s: was written with %s %llu, this run has %llu; %s", directory, fields[i].name,
                              (unsigned long long)fields[i].theirs, (unsigned long long)fields[i].ours, fields[i].why);
+    if (config->eval_only) return true;
     if (m->data.bytes != data->bytes)
         return error_set(error, "%s: train_data had %llu bytes, this run's %s has %llu; the data must be the same",
                          directory, (unsigned long long)m->data.bytes, config->train_data,

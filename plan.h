@@ -8,6 +8,8 @@
 
 #include <cjson/cJSON.h>
 #include <errno.h>
+#include "begin.h"
+#include "checkpoint.h"
 #include "comm.h"
 #include "config.h"
 #include "gpt.h"
@@ -73,12 +75,6 @@ typedef struct {
     Pipeline pipeline;
 } Trainer;
 
-static inline ModelShape trainer_shape(const Config *config) {
-    const ModelShape shape = {(int)config->n_layer, (int)config->n_head, (int)config->n_embd,
-                              (int)config->context_length, (int)config->vocab_size};
-    return shape;
-}
-
 // Every rank chooses among algorithms by timing, which warms all of them up alike; rank 0's choices count.
 static inline void trainer_tune(Trainer *trainer, const Config *config) {
     if (!config->matmul_tune) return;
@@ -96,7 +92,7 @@ static inline void trainer_build(Trainer *trainer, const Config *config, int ran
                                  cudaStream_t communication) {
     memset(trainer, 0, sizeof *trainer);
     trainer->memory.planning = planning;
-    const ModelShape shape = trainer_shape(config);
+    const ModelShape shape = config_shape(config);
     const int B = (int)config->micro_batch, T = (int)config->sequence_length, chunks = (int)config->classifier_chunks;
     const int P = (int)config->pipeline_parallel, V = (int)config->pipeline_chunks, M = (int)config->micro_batches;
     const Strategy *strategy = strategy_find(config->strategy);
@@ -117,8 +113,8 @@ static inline void trainer_build(Trainer *trainer, const Config *config, int ran
     const OpsOptions choices = {config->tf32, config->matmul_tune};
     ops_init(&trainer->ops, &trainer->memory, &largest, &choices, compute);
     trainer_tune(trainer, config);
-    const ZeroOptions sharding = {(int)config->prefetch, config->reshard_after_forward, config->overlap,
-                                  config->master_weights, trainer->tensor.sequence};
+    const ZeroOptions sharding = {(int)config->prefetch,  config->reshard_after_forward, config->overlap,
+                                  config->master_weights, trainer->tensor.sequence,      !config->eval_only};
     zero_init(&trainer->zero, &trainer->memory, &trainer->layout, strategy, &sharding, &trainer->comm, &trainer->ops,
               compute, (uint64_t)config->seed);
 
@@ -127,8 +123,10 @@ static inline void trainer_build(Trainer *trainer, const Config *config, int ran
     int *alive = (int *)table_alloc((size_t)V, sizeof(int));
     pipeline_schedule(P, V, trainer->comm.pipeline_rank, M, items);
     pipeline_alive(items, n_items, V, alive);
-    const GPTOptions options = {
-        B, T, chunks, (float)config->dropout, strcmp(config->recompute, "full") == 0, (uint64_t)config->seed};
+    for (int c = 0; c < V && config->eval_only; c++) alive[c] = 1;
+    // Without a backward, blocks keep nothing for it.
+    const bool recompute = config->eval_only || strcmp(config->recompute, "full") == 0;
+    const GPTOptions options = {B, T, chunks, (float)config->dropout, recompute, (uint64_t)config->seed};
     gpt_init(&trainer->model, &trainer->memory, &trainer->layout, &trainer->ops, &trainer->zero, &trainer->tensor,
              alive, &options);
     free(alive);
@@ -150,29 +148,38 @@ typedef struct {
     Memory memory;            // bytes by tag, and the peak
     CommCounts communication; // of one training step of this rank
     size_t padded_parameters; // of this rank
+    size_t snapshot_bytes;    // host memory that checkpoints take
 } Plan;
 
-// The plan of one rank: builds the run without allocating and walks the uses of one step without computing.
+// The plan of one rank: builds the run without allocating and walks the uses of one step, if there are any, without
+// computing.
 static inline Plan plan_rank(const Config *config, int rank) {
     Trainer trainer;
     Plan plan;
     trainer_build(&trainer, config, rank, true, NULL, NULL);
-    pipeline_plan_step(&trainer.pipeline, (int)config->micro_batch, (int)config->sequence_length);
-    zero_step(&trainer.zero, NULL, 0, NULL, false);
+    if (!config->eval_only) {
+        pipeline_plan_step(&trainer.pipeline, (int)config->micro_batch, (int)config->sequence_length);
+        zero_step(&trainer.zero, NULL, 0, NULL, false);
+    }
     plan.memory = trainer.memory;
     plan.communication = trainer.comm.counts;
     plan.padded_parameters = trainer.layout.size;
+    plan.snapshot_bytes = checkpoint_snapshot_bytes(config, &trainer.zero);
     trainer_free(&trainer);
     return plan;
 }
 
-// The plan of the rank with the highest peak: stages differ, their ranks do not.
+// The plan of the rank with the highest peak: stages differ, their ranks do not; but for the snapshot's bytes, which
+// are those of the rank that takes most: what tensor ranks hold in common is saved by the first.
 static inline Plan plan_fullest(const Config *config) {
     Plan fullest = plan_rank(config, 0);
+    size_t snapshot_bytes = fullest.snapshot_bytes;
     for (int p = 1; p < config->pipeline_parallel; p++) {
         const Plan plan = plan_rank(config, p * (int)(config->tensor_parallel * config->data_parallel));
         if (plan.memory.peak > fullest.memory.peak) fullest = plan;
+        if (plan.snapshot_bytes > snapshot_bytes) snapshot_bytes = plan.snapshot_bytes;
     }
+    fullest.snapshot_bytes = snapshot_bytes;
     return fullest;
 }
 
@@ -257,7 +264,7 @@ static inline void plan_strategies(const Config *config, int world_size, cJSON *
         if (!strategy_number(i)->shard_params) one.shard_ranks = one.data_parallel; // only zero3 shards in groups
         plans[i] = plan_fullest(&one);
     }
-    const ModelShape shape = trainer_shape(config);
+    const ModelShape shape = config_shape(config);
     const size_t parameters = model_parameters(&shape), padded = plans[0].padded_parameters;
     plan_print_header(config, parameters, padded, world_size);
     json_add_integer(json, "parameters", parameters);
@@ -282,6 +289,10 @@ static inline void plan_strategies(const Config *config, int world_size, cJSON *
     printf("\n  fits in %-18.4g", config->device_memory);
     for (int i = 0; i < STRATEGIES; i++)
         printf(" %14s", (double)plans[i].memory.peak <= config->device_memory * 1e9 ? "yes" : "no");
+    if (config->checkpoint_every > 0) {
+        printf("\n  %-26s", config->checkpoint_async ? "host: checkpoint snapshot" : "host: checkpoint copy");
+        for (int i = 0; i < STRATEGIES; i++) printf(" %14.3f", (double)plans[i].snapshot_bytes / MB);
+    }
     printf("\n\n  %-26s", "sent by a rank in a step");
     for (int kind = 0; kind < COMM_SCALARS; kind++) {
         bool any = false;
@@ -302,6 +313,7 @@ static inline void plan_strategies(const Config *config, int world_size, cJSON *
         cJSON *one = cJSON_AddObjectToObject(json, strategy_number(i)->name);
         json_add_memory(one, "memory_bytes", &plans[i].memory);
         json_add_integer(one, "model_state_bytes", plan_state(&plans[i].memory));
+        json_add_integer(one, "snapshot_bytes", plans[i].snapshot_bytes);
         json_add_counts(one, "communication_per_step", &plans[i].communication);
         cJSON_AddBoolToObject(one, "fits", (double)plans[i].memory.peak <= config->device_memory * 1e9);
     }

@@ -396,7 +396,7 @@ static inline bool safetensors_write_bytes(SafetensorsWriter *writer, const void
     return output_write(&writer->file, data, bytes, error);
 }
 
-// Appends elements to the current tensor, converted from fp32 to its type (F32 or BF16); none may pass its end.
+// Appends elements to the current tensor, converted from fp32 to its type (F32, BF16 or F16); none may pass its end.
 static inline bool safetensors_write(SafetensorsWriter *writer, const float *values, uint64_t count, Error *error) {
     uint16_t chunk[FLOATS_CHUNK];
     for (uint64_t done = 0; done < count;) {

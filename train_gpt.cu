@@ -3,11 +3,14 @@
 #include <fcntl.h>
 #include <malloc.h>
 #include <signal.h>
+#include "begin.h"
 #include "bootstrap.h"
 #include "config.h"
 #include "dataloader.h"
 #include "device.h"
 #include "error.h"
+#include "export.h"
+#include "hellaswag.h"
 #include "launch.h"
 #include "tokenizer.h"
 
@@ -20,16 +23,22 @@
 
 // What main and the trainer both open: data and vocabulary.
 typedef struct {
-    Dataset train, val; // val: no shards if there is no validation
-    bool validates;
+    bool trains, validates, answers; // which of the next three there are
+    Dataset train, val;
+    Hellaswag hellaswag;
     Tokenizer tokenizer;
 } Inputs;
 
 static inline bool inputs_open(Inputs *inputs, const Config *config, Error *error) {
     memset(inputs, 0, sizeof *inputs);
-    inputs->validates = config->val_data[0] != '\0' && config->val_every > 0;
-    if (!dataset_open(&inputs->train, config->train_data, error)) return false;
+    inputs->trains = !config->eval_only;
+    inputs->validates = config->val_data[0] != '\0' && (config->val_every > 0 || config->eval_only);
+    inputs->answers = config->hellaswag[0] != '\0' && (config->hellaswag_every > 0 || config->eval_only);
+    if (inputs->trains && !dataset_open(&inputs->train, config->train_data, error)) return false;
     if (inputs->validates && !dataset_open(&inputs->val, config->val_data, error)) return false;
+    if (inputs->answers && !hellaswag_open(&inputs->hellaswag, config->hellaswag, (int)config->sequence_length,
+                                           (int)config->vocab_size, error))
+        return false;
     if (!tokenizer_open(&inputs->tokenizer, config->tokenizer, error)) return false;
     if (config->tokenizer[0] != '\0' && inputs->tokenizer.vocab_size > config->vocab_size)
         return error_set(error, "%s: has %d tokens, more than the model's vocab_size %lld", config->tokenizer,
@@ -45,13 +54,15 @@ static inline int64_t val_windows(const Config *config) {
 
 static inline void inputs_close(Inputs *inputs) {
     tokenizer_close(&inputs->tokenizer);
+    if (inputs->answers) hellaswag_close(&inputs->hellaswag);
     if (inputs->validates) dataset_close(&inputs->val);
-    dataset_close(&inputs->train);
+    if (inputs->trains) dataset_close(&inputs->train);
 }
 
 #if defined(PRECISION_FP32) || defined(PRECISION_BF16) || defined(PRECISION_BF16_GRADFP32)
 
 #include "checkpoint.h"
+#include "evaluate.h"
 #include "log.h"
 #include "plan.h"
 #include "profile.h"
@@ -67,84 +78,19 @@ static inline void inputs_close(Inputs *inputs) {
 
 DECLARE_TRAINER(TRAIN);
 
-// Whether any rank was asked to stop, agreed among all; asked now and then during what takes long.
-static bool stop_agreed(Trainer *trainer) {
-    const char mine = stop_requested() != 0;
-    const char *all = (const char *)comm_gather(&trainer->comm, &mine, 1);
-    bool stop = false;
-    for (int r = 0; r < trainer->comm.world_size; r++) stop = stop || all[r];
-    return stop;
-}
-
-enum { STOP_EVERY = 16 }; // forward passes between questions whether to stop
-
-// The mean loss over the validation data; the same on all ranks. *stopped: given up, because a stop was asked for.
-static double evaluate(Trainer *trainer, const Config *config, Validation *validation, bool *stopped) {
-    double sum = 0;
-    for (int64_t k = 0; k < validation->batches; k++) {
-        if (k % STOP_EVERY == STOP_EVERY - 1 && (*stopped = stop_agreed(trainer))) return 0;
-        MicroBatch batch;
-        memset(&batch, 0, sizeof batch);
-        Error error = {""};
-        batch.B = (int)config->micro_batch;
-        batch.T = (int)config->sequence_length;
-        batch.only_row = -1;
-        if (!validation_read(validation, k, &batch.inputs, &batch.targets, &error)) die("%s", error.text);
-        pipeline_forward(&trainer->pipeline, &batch);
-        sum += gpt_loss(&trainer->model);
-    }
-    const double *all = (const double *)comm_gather(&trainer->comm, &sum, sizeof sum);
-    double total = 0;
-    for (int r = 0; r < trainer->comm.world_size; r++) total += all[r];
-    return total / (double)validation->tokens;
-}
-
-// Prints a sample of text. Every rank takes part in the forward passes and draws the same tokens; rank 0 prints.
-// *stopped: it ended early, because a stop was asked for.
-static void sample(Trainer *trainer, const Config *config, const Tokenizer *tokenizer, int64_t step, bool *stopped) {
-    const int T = (int)config->sequence_length, V = (int)config->vocab_size;
-    const int grain = 64 * (int)config->tensor_parallel; // lengths are rounded up so that few shapes occur
-    const uint64_t key = random_key((uint64_t)config->seed, RANDOM_SAMPLE, (uint64_t)step, 0);
-    int *text = (int *)calloc((size_t)(config->sample_tokens + T), sizeof(int)), count = 0;
-    int *targets = (int *)malloc((size_t)T * sizeof(int));
-    float *logits = (float *)malloc((size_t)V * sizeof(float));
-    if (text == NULL || targets == NULL || logits == NULL) die("no room for a sample");
-    for (int t = 0; t < T; t++) targets[t] = -1;
-    Error error = {""};
-    if (!tokenizer_encode_prompt(tokenizer, config->sample_prompt, text, T, &count, &error)) die("%s", error.text);
-    for (int64_t i = 0; i < config->sample_tokens && !*stopped; i++) {
-        if (i % STOP_EVERY == STOP_EVERY - 1) *stopped = stop_agreed(trainer);
-        // The last T tokens are the context; after them stands padding, which a causal model does not see.
-        const int length = count < T ? count : T, first = count - length;
-        const int rounded = (int)round_up((size_t)length, (size_t)grain);
-        MicroBatch batch;
-        memset(&batch, 0, sizeof batch);
-        batch.B = 1;
-        batch.T = rounded < T ? rounded : T;
-        batch.inputs = text + first;
-        batch.targets = targets;
-        batch.only_row = length - 1;
-        pipeline_forward(&trainer->pipeline, &batch);
-        gpt_logits(&trainer->model, logits);
-        text[count++] =
-            sample_token(logits, V, config->sample_temperature, (int)config->sample_top_k, key, (uint64_t)i);
-    }
-    if (trainer->comm.rank == 0) {
-        printf("--- sample after %lld steps ---\n", (long long)step);
-        tokenizer_print(tokenizer, text, count, stdout);
-        printf("\n---\n");
-        fflush(stdout);
-    }
-    free(text);
-    free(targets);
-    free(logits);
-}
-
 static double mean_of_ranks(Comm *comm, double mine) {
     const double *all = (const double *)comm_gather(comm, &mine, sizeof mine);
     double sum = 0;
     for (int r = 0; r < comm->world_size; r++) sum += all[r];
     return sum / comm->world_size;
+}
+
+static uint64_t largest_of_ranks(Comm *comm, uint64_t mine) {
+    const uint64_t *all = (const uint64_t *)comm_gather(comm, &mine, sizeof mine);
+    uint64_t largest = 0;
+    for (int r = 0; r < comm->world_size; r++)
+        if (all[r] > largest) largest = all[r];
+    return largest;
 }
 
 // Takes memory, its plan and what is sent in a step from the rank with the highest peak of memory.
@@ -161,28 +107,47 @@ static void totals_of_fullest(Comm *comm, RunTotals *totals) {
     comm_broadcast(comm, fullest, &totals->padded_parameters, sizeof totals->padded_parameters);
 }
 
-// Finds what the run goes on from, if it does, before anything is written. data: of the training data, where a
-// checkpoint is read or written.
-static void resume_or_begin(Resume *resume, DatasetIdentity *data, const Config *config, const Dataset *train,
-                            Comm *comm) {
+// Finds what the run goes on from, if it does, or the weights that it begins with, if there are any, before anything is
+// written. data: of the training data, where a checkpoint of training is read or written.
+static void resume_or_begin(Resume *resume, Weights *weights, DatasetIdentity *data, const Config *config,
+                            const Inputs *inputs, const Layout *layout, Comm *comm) {
     Error error = {""};
-    const bool used = config->checkpoint_every > 0 || strcmp(config->resume, "never") != 0;
-    if (used && comm->rank == 0) dataset_identify(train, data, &error);
+    const bool used = inputs->trains && (config->checkpoint_every > 0 || strcmp(config->resume, "never") != 0);
+    memset(weights, 0, sizeof *weights);
+    if (used && comm->rank == 0) dataset_identify(&inputs->train, data, &error);
     if (!comm_agree(comm, &error)) comm_die_together(comm, EXIT_INPUT, "%s", error.text);
     comm_broadcast(comm, 0, data, sizeof *data);
     if (resume_find(resume, config, comm, data, &error) && comm->rank == 0)
         resume_check_log_dir(resume, config, &error);
     if (!comm_agree(comm, &error)) comm_die_together(comm, EXIT_INPUT, "%s", error.text);
+    if (resume->path != NULL || config->init_from[0] == '\0') return;
+    if (!begin_open(weights, config->init_from, &layout->shape, comm, &error))
+        comm_die_together(comm, EXIT_INPUT, "%s", error.text);
 }
 
-static void print_checkpoints(const Checkpoints *checkpoints, const Resume *resume) {
+// Fills parameters, and optimizer state where a run goes on.
+static bool load_or_init(Zero *zero, const Resume *resume, Weights *weights, Error *error) {
+    if (resume->path != NULL) return zero_load(zero, resume, error);
+    if (weights->kind == NULL) {
+        zero_init_params(zero);
+        return true;
+    }
+    const bool ok = zero_load_weights(zero, weights, error);
+    weights_close(weights);
+    return ok;
+}
+
+static void print_beginning(const Checkpoints *checkpoints, const Resume *resume) {
     const Config *config = checkpoints->config;
-    if (config->checkpoint_every == 0 && resume->path == NULL) return;
+    if (config->checkpoint_every == 0 && resume->path == NULL && config->init_from[0] == '\0') return;
+    if (resume->path == NULL && config->init_from[0] != '\0') printf("weights  from %s\n", config->init_from);
+    if (config->eval_only && resume->path != NULL)
+        printf("weights  from %s, after step %llu\n", resume->path, (unsigned long long)resume->manifest.step);
     if (config->checkpoint_every > 0)
         printf("save     a checkpoint every %lld steps, %.1f MB of host memory a rank for %s\n",
                (long long)config->checkpoint_every, (double)checkpoints->snapshot_bytes / 1e6,
                config->checkpoint_async ? "the snapshot" : "the copy");
-    if (resume->path != NULL) {
+    if (resume->path != NULL && !config->eval_only) {
         char *changes = manifest_changes(&resume->manifest, config);
         printf("resumed  from %s, after step %llu; %s%s\n", resume->path, (unsigned long long)resume->manifest.step,
                changes[0] != '\0' ? "changed: " : "nothing is changed", changes);
@@ -203,8 +168,8 @@ DECLARE_TRAINER(TRAIN) {
     int device_number = 0;
     device_choose(place->local_rank, place->local_size, &device_number, &error);
     if (place->world_size > 1) watchdog_start();
-    watchdog_begin("has not met the other ranks", (double)config->timeout);
-    bootstrap_meet(place->rank, place->world_size, &error);
+    bootstrap_meet(place, (double)config->timeout, &error);
+    watchdog_begin("has not met the other ranks", (double)config->timeout); // to the end of comm_init()
     int least = 0, greatest = 0;
     cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     cuda_check(cudaStreamCreate(&compute));
@@ -220,33 +185,34 @@ DECLARE_TRAINER(TRAIN) {
     Loader loader;
     Validation validation;
     Log log;
-    bool ok = inputs_open(&inputs, config, &error) &&
-              loader_open(&loader, &inputs.train, T, B, micro_batches, trainer.comm.data.rank, ranks,
-                          (uint64_t)config->seed, V, &error);
+    bool ok = inputs_open(&inputs, config, &error);
+    if (ok && inputs.trains)
+        ok = loader_open(&loader, &inputs.train, T, B, micro_batches, trainer.comm.data.rank, ranks,
+                         (uint64_t)config->seed, V, &error);
     if (ok && inputs.validates)
         ok = validation_open(&validation, &inputs.val, T, B, val_windows(config), trainer.comm.data.rank, ranks, V,
                              &error);
     if (!comm_agree(&trainer.comm, &error)) comm_die_together(&trainer.comm, EXIT_INPUT, "%s", error.text);
     DatasetIdentity data = {0, 0};
     Resume resume;
-    resume_or_begin(&resume, &data, config, &inputs.train, &trainer.comm);
+    Weights weights;
+    resume_or_begin(&resume, &weights, &data, config, &inputs, &trainer.layout, &trainer.comm);
     const Manifest *from = resume.path != NULL ? &resume.manifest : NULL;
-    log_open(&log, config, place->rank, from != NULL ? (int64_t)from->step : 0,
-             resume.own ? (int64_t)from->log_bytes : -1, &error);
+    // What a run's own checkpoint is worth is told beside its log, which is left as it is.
+    const bool beside = resume.own && !inputs.trains;
+    log_open(&log, config, place->rank, beside ? "/eval" : "", from != NULL ? (int64_t)from->step : 0,
+             resume.own && !beside ? (int64_t)from->log_bytes : -1, &error);
     if (!comm_agree(&trainer.comm, &error)) comm_die_together(&trainer.comm, EXIT_INPUT, "%s", error.text);
     if (log.speaks) resume_clear_log_dir(&resume, config);
-    if (from == NULL)
-        zero_init_params(&trainer.zero);
-    else
-        zero_load(&trainer.zero, &resume, &error);
+    load_or_init(&trainer.zero, &resume, &weights, &error);
     if (!comm_agree(&trainer.comm, &error)) comm_die_together(&trainer.comm, EXIT_INPUT, "%s", error.text);
     Checkpoints checkpoints;
     checkpoints_open(&checkpoints, config, &trainer.zero, &data, log.metrics != NULL ? fileno(log.metrics) : -1);
     struct cudaDeviceProp device;
     cuda_check(cudaGetDeviceProperties(&device, device_number));
-    log_header(&log, &trainer, device.name, place_threads(), inputs.train.tokens,
-               inputs.validates ? validation.tokens : 0);
-    if (log.speaks) print_checkpoints(&checkpoints, &resume);
+    log_header(&log, &trainer, device.name, place_threads(), inputs.trains ? inputs.train.tokens : 0,
+               inputs.validates ? validation.tokens : 0, inputs.answers ? inputs.hellaswag.count : 0);
+    if (log.speaks) print_beginning(&checkpoints, &resume);
 
     AdamW hyper;
     memset(&hyper, 0, sizeof hyper);
@@ -268,16 +234,21 @@ DECLARE_TRAINER(TRAIN) {
     double idle_ms = 0; // of this rank, in all steps
     bool stopped = false;
     for (;; step++) {
-        const bool last = step == config->steps;
+        const bool last = step == config->steps || config->eval_only;
         if (stopped) break;
         comm_phase(&trainer.comm, "evaluation after step", step);
         if (inputs.validates && (last || step % config->val_every == 0)) {
             const double begin = now_seconds();
-            const double loss = evaluate(&trainer, config, &validation, &stopped);
+            const double loss = evaluate_loss(&trainer, config, &validation, &stopped);
             if (!stopped) log_validation(&log, step, loss, now_seconds() - begin);
         }
+        if (inputs.answers && !stopped && (last || step % config->hellaswag_every == 0)) {
+            const double begin = now_seconds();
+            const int64_t correct = evaluate_hellaswag(&trainer, config, &inputs.hellaswag, &stopped);
+            if (!stopped) log_hellaswag(&log, step, correct, inputs.hellaswag.count, now_seconds() - begin);
+        }
         if (config->sample_every > 0 && !stopped && (last || (step > 0 && step % config->sample_every == 0)))
-            sample(&trainer, config, &inputs.tokenizer, step, &stopped);
+            evaluate_sample(&trainer, config, &inputs.tokenizer, step, &stopped);
         if (last || stopped) break;
 
         const bool traced = step + 1 == config->trace;
@@ -351,16 +322,21 @@ DECLARE_TRAINER(TRAIN) {
     totals.checkpoints_begun = checkpoints.begun;
     totals.checkpoints_saved = checkpoints.saved;
     totals.checkpoints_held = checkpoints.held_seconds;
+    totals.snapshot_bytes = largest_of_ranks(&trainer.comm, checkpoints.snapshot_bytes);
     totals_of_fullest(&trainer.comm, &totals);
     log_summary(&log, &trainer, &totals);
-    if (stopped && log.speaks)
-        printf("stopped by a signal after step %lld of %lld\n", (long long)step, (long long)config->steps);
+    if (stopped && log.speaks) {
+        if (config->eval_only)
+            printf("stopped by a signal before the evaluation was done\n");
+        else
+            printf("stopped by a signal after step %lld of %lld\n", (long long)step, (long long)config->steps);
+    }
     fflush(stdout); // the first rank to exit with a code that is not 0 ends the others
     comm_barrier(&trainer.comm);
     log_close(&log);
     checkpoints_close(&checkpoints);
     resume_free(&resume);
-    loader_close(&loader);
+    if (inputs.trains) loader_close(&loader);
     if (inputs.validates) validation_close(&validation);
     inputs_close(&inputs);
     trainer_free(&trainer);
@@ -377,13 +353,15 @@ DECLARE_TRAINER(train_bf16_gradfp32);
 
 // What somebody who runs the program without arguments needs to know.
 static void greet(void) {
-    printf("train_gpt pretrains GPT-2/3 style models on CPUs and GPUs.\n"
-           "\n"
-           "  bash scripts/quickstart.sh                           trains a small model on English text, in minutes\n"
-           "  ./train_gpt --train-data train.txt --val-data val.txt --steps 500\n"
-           "                                                       trains on a text of yours, read as bytes\n"
-           "  ./train_gpt configs/NAME.json --nproc 2              runs a configuration, on two ranks\n"
-           "  ./train_gpt --help                                   lists every option, its default and its range\n");
+    printf(
+        "train_gpt pretrains GPT-2/3 style models on CPUs and GPUs.\n"
+        "\n"
+        "  bash scripts/quickstart.sh                           trains a small model on English text, in minutes\n"
+        "  ./train_gpt --train-data train.txt --val-data val.txt --steps 500\n"
+        "                                                       trains on a text of yours, read as bytes\n"
+        "  ./train_gpt configs/NAME.json --nproc 2              runs a configuration, on two ranks\n"
+        "  ./train_gpt --export DIRECTORY --from runs/NAME      writes a checkpoint for Hugging Face's transformers\n"
+        "  ./train_gpt --help                                   lists every option, its default and its range\n");
 }
 
 // Checks everything that can be checked before ranks start: data, vocabulary, prompt, and every token of the first step
@@ -391,7 +369,8 @@ static void greet(void) {
 static bool check_inputs(const Config *config, int world_size, Error *error) {
     Inputs inputs;
     const int T = (int)config->sequence_length, V = (int)config->vocab_size, B = (int)config->micro_batch;
-    if (!inputs_open(&inputs, config, error) ||
+    if (!inputs_open(&inputs, config, error)) return false;
+    if (inputs.trains &&
         !loader_check_step(&inputs.train, T, config->tokens_per_step / T, (uint64_t)config->seed, V, 0, error))
         return false;
     if (inputs.validates) {
@@ -458,6 +437,15 @@ int main(int argc, char **argv) {
         config_help(stdout);
         return 0;
     }
+    if (config_exports(&config)) return place.rank == 0 ? export_run(&config) : 0;
+    error_identify(place.rank, place.world_size);
+    if (!begin_take_shape(&config, &error)) {
+        if (place.rank > 0) { // rank 0 says it and all end, unless it sees other files
+            sleep(5);
+            die("%s", error.text);
+        }
+        die_input(&error);
+    }
     int world_size = place.launched ? place.world_size : (int)config.nproc;
     int node_ranks = place.launched ? place.local_size : world_size;
     if (config.plan && config.world_size > 0) { // ranks elsewhere, on machines of 8
@@ -466,11 +454,15 @@ int main(int argc, char **argv) {
     }
     if (config.plan) place.local_size = node_ranks; // which share the cores, as in the run: scratch is per thread
     if (!config_check(&config, world_size, node_ranks, &error)) die_input(&error);
-    if (!config.plan && !(bootstrap_check(world_size, &error) && (place.launched || device_check(world_size, &error))))
+    if (!config.plan &&
+        !(bootstrap_check(&place, world_size, &error) && (place.launched || device_check(world_size, &error))))
         die_input(&error);
     // Other ranks may see other files; what they find is agreed on later.
-    if (!config.plan && place.rank == 0 && !check_inputs(&config, world_size, &error)) die_input(&error);
-    if (!config.plan && !place.launched && world_size > 1) return launch_ranks(world_size, argv);
+    if (!config.plan && place.rank == 0 && !check_inputs(&config, world_size, &error)) {
+        if (place.launched) bootstrap_meet(&place, (double)config.timeout, &error); // which tells the others, if it can
+        die_input(&error);
+    }
+    if (!config.plan && !place.launched && world_size > 1) return bootstrap_launch(world_size, argv);
     config.nproc = world_size;
     if (strcmp(config.precision, "fp32") == 0) return train_fp32(&config, &place);
     if (strcmp(config.gradient_dtype, "fp32") == 0) return train_bf16_gradfp32(&config, &place);

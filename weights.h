@@ -2,21 +2,24 @@
 //
 //   Weights weights;
 //   weights_open(&weights, path, &error)                   recognises the kind, checks everything, knows weights.shape
+//   weights_verify(&weights, rank, ranks, &error)          checks what takes long, shared by the ranks
 //   weights_compare(&weights, &shape, &error)              is it the model that is configured?
 //   weights_read(&weights, id, first, count, out, &error)  elements by global index (layout.h), as fp32
 //   weights_close(&weights)
 //
-// Kinds: a directory of Hugging Face's GPT-2 (huggingface.h), a model file of llm.c (llmc.h); another kind is one more
-// entry in WEIGHTS_KINDS. Both can be written too, from anything that delivers elements: huggingface_export(),
-// llmc_export(). An open Weights is such a source: weights_deliver().
+// Kinds: a checkpoint (checkpoint_weights.h), a directory of Hugging Face's GPT-2 (huggingface.h), a model file of
+// llm.c (llmc.h); another kind is one more entry in WEIGHTS_KINDS. The last two can be written too, from anything that
+// delivers elements: huggingface_export(), llmc_export(). An open Weights is such a source: weights_deliver().
 #ifndef WEIGHTS_H
 #define WEIGHTS_H
 
+#include "checkpoint_weights.h"
 #include "huggingface.h"
 #include "llmc.h"
 #include "weights_kind.h"
 
-static const WeightsKind *const WEIGHTS_KINDS[] = {&HUGGINGFACE_KIND, &LLMC_KIND}; // the first that recognises a path
+static const WeightsKind *const WEIGHTS_KINDS[] = {&CHECKPOINT_KIND, &HUGGINGFACE_KIND,
+                                                   &LLMC_KIND}; // the first that recognises a path
 
 static inline void weights_close(Weights *weights) {
     if (weights->kind != NULL) weights->kind->close(weights);
@@ -44,6 +47,11 @@ static inline bool weights_open(Weights *weights, const char *path, Error *error
     const bool ok = weights->kind->open(weights, error);
     if (!ok) weights_close(weights);
     return ok;
+}
+
+// Checks what opening leaves out: a checkpoint's checksums. Of `ranks` ranks each does a share; all must succeed.
+static inline bool weights_verify(Weights *weights, int rank, int ranks, Error *error) {
+    return weights->kind->verify == NULL || weights->kind->verify(weights, rank, ranks, error);
 }
 
 // Reads elements [first, first + count) of the tensor with this id.   out (count)

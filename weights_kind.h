@@ -17,6 +17,8 @@ typedef struct {
     bool (*recognises)(const char *path);
     // Checks everything, calls weights_set_shape(), and sets state. close() is called also when this fails.
     bool (*open)(Weights *weights, Error *error);
+    // Checks what takes long, the work shared by `ranks` ranks; NULL: nothing is left to check.
+    bool (*verify)(Weights *weights, int rank, int ranks, Error *error);
     // Reads elements [first, first + count), which the tensor has.   out (count)
     bool (*read)(Weights *weights, const Tensor *tensor, size_t first, size_t count, float *out, Error *error);
     void (*close)(Weights *weights);

@@ -74,6 +74,7 @@ typedef struct {
     bool overlap;               // false: compute waits for every collective at once
     bool master_weights;        // false: bf16 parameters are updated in place, with stochastic rounding
     bool sequence_parallel;     // tensor ranks share the rows between matrices
+    bool trains;                // false: only forward passes; there are parameters, nothing else
 } ZeroOptions;
 
 typedef struct {
@@ -88,8 +89,8 @@ typedef struct {
     // Persistent state: in full, or this rank's shards (see zero_held()).
     floatX *params;
     gradX *grads;
-    float *master; // NULL in fp32, where params are the masters, and without master weights
-    float *m, *v;
+    float *master; // NULL unless zero_has_masters()
+    float *m, *v;  // NULL where nothing is trained
 
     Slots param_slots, grad_slots; // empty where the state is held in full
     int *param_slot, *grad_slot;   // by unit: the slot that holds it, or -1
@@ -118,11 +119,6 @@ typedef struct {
 // ---------------------------------------------------------------------------------------------------------------------
 // Where things are
 
-// Elements [first, first + count) of a unit, which stand at `at` of a buffer.
-typedef struct {
-    size_t first, count, at;
-} Held;
-
 // The part of a unit that this rank holds of state that is sharded or not, and where it stands in its buffer.
 static inline Held zero_held(const Zero *zero, const Unit *unit, bool sharded) {
     Held held = {0, unit->size, unit->offset};
@@ -134,18 +130,17 @@ static inline Held zero_held(const Zero *zero, const Unit *unit, bool sharded) {
     return held;
 }
 
-// The part of a unit that this rank alone answers for in sums over all ranks: 1/N of it, inside its shard. What tensor
-// ranks hold in common is the first one's, and wte, which both ends of a pipeline hold, is the first stage's.
+// The part of a unit that this rank alone answers for (unit_own()), and where it stands in its buffer.
 static inline Held zero_own(const Zero *zero, const Unit *unit, bool sharded) {
-    const Held shard = zero_held(zero, unit, true), held = zero_held(zero, unit, sharded);
-    const bool copy = unit->kind == UNIT_WTE && zero->comm->pipeline_rank > 0;
-    const size_t limit = copy ? 0 : zero->comm->tensor.rank > 0 ? unit->replicated : unit->size;
-    Held own;
-    own.count = shard.count / (size_t)zero->comm->replica.size;
-    own.first = shard.first + own.count * (size_t)zero->comm->replica.rank;
+    const Held held = zero_held(zero, unit, sharded);
+    Held own = unit_own(unit, &zero->comm->grid, zero->comm->shard.size, zero->comm->rank);
     own.at = held.at + (own.first - held.first);
-    if (own.first + own.count > limit) own.count = own.first < limit ? limit - own.first : 0;
     return own;
+}
+
+// Whether the optimizer keeps the parameters in fp32: in fp32 they are their own masters.
+static inline bool zero_has_masters(const ZeroOptions *options) {
+    return sizeof(floatX) < sizeof(float) && options->master_weights && options->trains;
 }
 
 static inline size_t zero_state_size(const Zero *zero, bool sharded) {
@@ -200,12 +195,11 @@ static inline void zero_init(Zero *zero, Memory *memory, const Layout *layout, c
     zero->compute = compute;
     zero->seed = seed;
     const size_t params = zero_state_size(zero, strategy->shard_params);
-    const size_t grads = zero_state_size(zero, strategy->shard_grads);
-    const size_t optimizer = zero_state_size(zero, strategy->shard_optimizer);
+    const size_t grads = options->trains ? zero_state_size(zero, strategy->shard_grads) : 0;
+    const size_t optimizer = options->trains ? zero_state_size(zero, strategy->shard_optimizer) : 0;
     zero->params = (floatX *)memory_alloc(memory, MEMORY_PARAMETERS, params * sizeof(floatX));
     zero->grads = (gradX *)memory_alloc(memory, MEMORY_GRADIENTS, grads * sizeof(gradX));
-    // In fp32 the parameters are their own masters.
-    if (sizeof(floatX) < sizeof(float) && options->master_weights)
+    if (zero_has_masters(options))
         zero->master = (float *)memory_alloc(memory, MEMORY_OPTIMIZER, optimizer * sizeof(float));
     zero->m = (float *)memory_alloc(memory, MEMORY_OPTIMIZER, optimizer * sizeof(float));
     zero->v = (float *)memory_alloc(memory, MEMORY_OPTIMIZER, optimizer * sizeof(float));
@@ -214,7 +208,7 @@ static inline void zero_init(Zero *zero, Memory *memory, const Layout *layout, c
     // one unit is written while that of the one before is reduced.
     const int ahead = options->reshard_after_forward ? options->prefetch + 1 : layout->n_units;
     if (strategy->shard_params) slots_init(&zero->param_slots, layout, memory, ahead, sizeof(floatX));
-    if (strategy->shard_grads) slots_init(&zero->grad_slots, layout, memory, 2, sizeof(gradX));
+    if (strategy->shard_grads && options->trains) slots_init(&zero->grad_slots, layout, memory, 2, sizeof(gradX));
 
     const size_t units = (size_t)layout->n_units;
     zero->param_slot = (int *)table_alloc(units, sizeof(int));
@@ -243,31 +237,29 @@ static inline void zero_free(Zero *zero) {
 
 enum { ZERO_CHUNK = 1 << 18 }; // elements that pass through the host at a time
 
-// Fills the masters and the parameters with GPT-2's initialisation. Every element depends on (seed, tensor, global
-// index) alone.
-static inline void zero_init_params(Zero *zero) {
+// Delivers elements [first, first + count) of a tensor, counted as in the whole model.   out (count)
+typedef bool (*ZeroSource)(void *context, const Tensor *tensor, size_t first, size_t count, float *out, Error *error);
+
+// Fills the masters and the parameters that this rank holds with what a source delivers, element by global index;
+// padding stays zero.
+static inline bool zero_fill(Zero *zero, ZeroSource source, void *context, Error *error) {
     float *values = (float *)table_alloc(ZERO_CHUNK, sizeof(float));
     floatX *rounded = (floatX *)table_alloc(ZERO_CHUNK, sizeof(floatX));
-    for (int u = 0; u < zero->layout->n_units; u++) {
+    bool ok = true;
+    for (int u = 0; u < zero->layout->n_units && ok; u++) {
         const Unit *unit = &zero->layout->units[u];
         const Held params = zero_held(zero, unit, zero->strategy->shard_params);
         const Held masters = zero_held(zero, unit, zero->strategy->shard_optimizer); // within what params hold
         PieceCursor cursor = {0, 0};
         Piece piece;
-        while (unit_next_piece(unit, params.first, params.first + params.count, &cursor, &piece)) {
-            const Tensor *tensor = piece.tensor;
-            if (tensor->init == INIT_ZERO) continue; // as allocated
-            const uint64_t key = random_key(zero->seed, RANDOM_INIT, (uint64_t)tensor->id, 0);
-            for (size_t done = 0; done < piece.count; done += ZERO_CHUNK) {
+        while (ok && unit_next_piece(unit, params.first, params.first + params.count, &cursor, &piece)) {
+            for (size_t done = 0; done < piece.count && ok; done += ZERO_CHUNK) {
                 const size_t left = piece.count - done, count = left < (size_t)ZERO_CHUNK ? left : (size_t)ZERO_CHUNK;
                 const size_t at = piece.at + done;
+                ok = source(context, piece.tensor, piece.global + done, count, values, error);
+                if (!ok) break;
 #pragma omp parallel for
-                for (size_t i = 0; i < count; i++) {
-                    values[i] = tensor->init == INIT_ONE
-                                    ? 1.0f
-                                    : tensor->init_std * random_normal(key, piece.global + done + i);
-                    rounded[i] = floatX_from(values[i]);
-                }
+                for (size_t i = 0; i < count; i++) rounded[i] = floatX_from(values[i]);
                 cuda_check(cudaMemcpy(zero->params + params.at + (at - params.first), rounded, count * sizeof(floatX),
                                       cudaMemcpyHostToDevice));
                 if (zero->master == NULL) continue;
@@ -282,6 +274,26 @@ static inline void zero_init_params(Zero *zero) {
     cuda_check(cudaStreamSynchronize(NULL)); // the communication stream does not wait for the NULL stream
     free(values);
     free(rounded);
+    return ok;
+}
+
+// GPT-2's initialisation: every element depends on (seed, tensor, global index) alone. A ZeroSource.
+static inline bool zero_random(void *context, const Tensor *tensor, size_t first, size_t count, float *out,
+                               Error *error) {
+    (void)error;
+    const Zero *zero = (const Zero *)context;
+    const uint64_t key = random_key(zero->seed, RANDOM_INIT, (uint64_t)tensor->id, 0);
+#pragma omp parallel for
+    for (size_t i = 0; i < count; i++)
+        out[i] = tensor->init == INIT_NORMAL ? tensor->init_std * random_normal(key, first + i)
+                 : tensor->init == INIT_ONE  ? 1.0f
+                                             : 0.0f;
+    return true;
+}
+
+static inline void zero_init_params(Zero *zero) {
+    Error error = {""};
+    zero_fill(zero, zero_random, zero, &error);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

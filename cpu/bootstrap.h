@@ -5,18 +5,27 @@
 #include <nccl.h>
 #include <stdbool.h>
 #include "error.h"
+#include "launch.h"
+#include "place.h"
 
-// Whether this build can run so many ranks.
-static inline bool bootstrap_check(int world_size, Error *error) {
-    (void)world_size;
-    (void)error;
-    return true;
+// Whether this build can run so many ranks: those that were started have to be known to MPI.
+static inline bool bootstrap_check(const Place *place, int world_size, Error *error) {
+    if (world_size == 1 || !place->launched || place->start->mpi) return true;
+    return error_set(error,
+                     "%d ranks were started by %s, but on CPUs they meet through MPI: start them with srun --mpi=pmix "
+                     "or mpirun, or on one machine with --nproc",
+                     world_size, place->start->name);
+}
+
+// Starts ranks on this machine for --nproc, and returns the run's exit code.
+static inline int bootstrap_launch(int nproc, char **argv) {
+    return launch_ranks(nproc, argv);
 }
 
 // Ends the run if any rank has an error to tell. A CPU has none so early.
-static inline void bootstrap_meet(int rank, int world_size, const Error *error) {
-    (void)rank;
-    (void)world_size;
+static inline void bootstrap_meet(const Place *place, double timeout, const Error *error) {
+    (void)place;
+    (void)timeout;
     (void)error;
 }
 

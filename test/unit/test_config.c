@@ -317,12 +317,31 @@ static void test_profile_steps(void **state) {
     assert_true(config.profile_first == 0 && config.profile_last == 0);
 }
 
+// Where weights come from, and what is evaluated.
+static void test_weights_and_evaluation(void **state) {
+    (void)state;
+    accepted(1, NULL, FLAGS(DATA, "--init-from", "w"));
+    accepted(1, NULL, FLAGS(DATA, "--init-from", "w", "--resume", "auto", "--log-dir", "d"));
+    refused(1, NULL, FLAGS(DATA, "--init-from", "w", "--resume", "d/step_00000001"),
+            "--init-from|resume goes on from d/step_00000001; one of them is needed");
+    refused(1, NULL, FLAGS("--eval-only", "--val-data", "v"), "--eval-only|random weights|--init-from PATH|--resume");
+    refused(1, NULL, FLAGS("--eval-only", "--init-from", "w"), "--eval-only|nothing to evaluate|--val-data");
+    accepted(1, NULL,
+             FLAGS("--eval-only", "--init-from", "w", "--val-data", "v", "--checkpoint-every", "5", "--log-dir", "d"));
+    assert_int_equal(config.checkpoint_every, 0);
+    accepted(1, NULL, FLAGS("--eval-only", "--resume", "d", "--hellaswag", "h"));
+    refused(1, NULL, FLAGS(DATA, "--hellaswag-every", "5"), "--hellaswag-every|--hellaswag FILE is needed");
+    accepted(0, NULL, FLAGS("--export", "d", "--from", "w"));
+    assert_true(config_exports(&config));
+    assert_string_equal(config.export_directory, "d");
+    refused(0, NULL, FLAGS("--export-dtype", "fp64"), "--export-dtype|fp32, bf16, fp16");
+}
+
 static void test_not_built(void **state) {
     (void)state;
     static const char *const flags[][3] = {
         {"--recompute", "block", "only none|full"},
         {"--offload", "optimizer", "only none"},
-        {"--init-from", "w", "only none"},
     };
     for (size_t i = 0; i < sizeof flags / sizeof flags[0]; i++) {
         char parts[128];
@@ -502,14 +521,23 @@ static int tear_down(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_defaults),      cmocka_unit_test(test_presets),
-        cmocka_unit_test(test_precedence),    cmocka_unit_test(test_bad_values_in_files),
-        cmocka_unit_test(test_bad_files),     cmocka_unit_test(test_bad_flags),
-        cmocka_unit_test(test_cross_checks),  cmocka_unit_test(test_sharding),
-        cmocka_unit_test(test_profile_steps), cmocka_unit_test(test_not_built),
-        cmocka_unit_test(test_checkpoints),   cmocka_unit_test(test_grids),
-        cmocka_unit_test(test_round_trip),    cmocka_unit_test(test_keys_are_unique),
-        cmocka_unit_test(test_help),          cmocka_unit_test(test_learning_rate),
+        cmocka_unit_test(test_defaults),
+        cmocka_unit_test(test_presets),
+        cmocka_unit_test(test_precedence),
+        cmocka_unit_test(test_bad_values_in_files),
+        cmocka_unit_test(test_bad_files),
+        cmocka_unit_test(test_bad_flags),
+        cmocka_unit_test(test_cross_checks),
+        cmocka_unit_test(test_sharding),
+        cmocka_unit_test(test_profile_steps),
+        cmocka_unit_test(test_not_built),
+        cmocka_unit_test(test_weights_and_evaluation),
+        cmocka_unit_test(test_checkpoints),
+        cmocka_unit_test(test_grids),
+        cmocka_unit_test(test_round_trip),
+        cmocka_unit_test(test_keys_are_unique),
+        cmocka_unit_test(test_help),
+        cmocka_unit_test(test_learning_rate),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

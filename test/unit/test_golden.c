@@ -61,7 +61,7 @@ static void run_open(Run *run, const Golden *golden) {
     const int rows = golden->B * golden->T;
     const OpsShape largest = {golden->B, golden->T, golden->C, golden->NH, golden->V, run->layout.padded_vocab, rows};
     ops_init(&run->ops, &run->memory, &largest, NULL, compute);
-    const ZeroOptions sharding = {1, true, true, true, false};
+    const ZeroOptions sharding = {1, true, true, true, false, true};
     zero_init(&run->zero, &run->memory, &run->layout, strategy_find("ddp"), &sharding, &run->comm, &run->ops, compute,
               1);
     const GPTOptions options = {golden->B, golden->T, 1, 0, false, 1};

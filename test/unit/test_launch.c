@@ -1,6 +1,5 @@
-// Tests of launch.h and mpirun_output.h: places from every launcher's variables; what passes of mpirun's stderr; and
-// real runs of this very program as launcher and ranks: exit codes, signals, output, and that ranks never outlive their
-// launcher.
+// Tests of launch.h and mpirun_output.h: what passes of mpirun's stderr; and real runs of this very program as launcher
+// and ranks: exit codes, signals, output, and that ranks never outlive their launcher.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -59,9 +58,7 @@ static int run_program(char **argv) {
     return rank_program(&place, argv[3], argv[4]);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Places
-
+// What a launcher's surroundings may hold.
 static const char *const variables[] = {
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
@@ -89,104 +86,6 @@ static const char *const variables[] = {
 
 static void forget(void) {
     for (size_t i = 0; i < sizeof variables / sizeof variables[0]; i++) unsetenv(variables[i]);
-}
-
-// The place that an environment of these settings, "NAME=value NAME=value", gives.
-static Place place_of(const char *settings, Error *error) {
-    forget();
-    char copy[512], *rest = NULL;
-    snprintf(copy, sizeof copy, "%s", settings);
-    for (char *setting = strtok_r(copy, " ", &rest); setting != NULL; setting = strtok_r(NULL, " ", &rest)) {
-        char *value = strchr(setting, '=');
-        *value++ = '\0';
-        setenv(setting, value, 1);
-    }
-    memset(error, 0, sizeof *error);
-    error_identify(0, 1);
-    const Place place = place_from_environment(error);
-    prctl(PR_SET_PDEATHSIG, 0);
-    forget();
-    return place;
-}
-
-static void expect_place(const char *settings, int rank, int world, int local_rank, int local_size, bool launched) {
-    Error error;
-    const Place place = place_of(settings, &error);
-    assert_string_equal(error.text, "");
-    assert_int_equal(place.rank, rank);
-    assert_int_equal(place.world_size, world);
-    assert_int_equal(place.local_rank, local_rank);
-    assert_int_equal(place.local_size, local_size);
-    assert_int_equal(place.launched, launched);
-    assert_int_equal(error_identity()->rank, launched ? rank : 0);
-    assert_int_equal(error_identity()->world_size, world);
-}
-
-static void expect_no_place(const char *settings, const char *part) {
-    Error error;
-    place_of(settings, &error);
-    if (strstr(error.text, part) == NULL) fail_msg("%s: \"%s\" is not in: %s", settings, part, error.text);
-}
-
-#define OMPI "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=4"
-#define STEP "SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=1 SLURM_STEP_TASKS_PER_NODE=2(x2)"
-
-static void test_places(void **state) {
-    (void)state;
-    expect_place("", 0, 1, 0, 1, false);
-    expect_place(OMPI, 5, 8, 1, 4, true);
-    expect_place(OMPI " SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 PMIX_RANK=0 RANK=7 WORLD_SIZE=9", 5, 8, 1, 4, true);
-    expect_place(STEP " PMIX_RANK=3", 3, 4, 1, 2, true);
-    expect_place(STEP " PMI_RANK=3 PMI_SIZE=4", 3, 4, 1, 2, true);
-    expect_place("SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=2 SLURM_STEP_TASKS_PER_NODE=1,3 PMIX_RANK=3", 3,
-                 4, 2, 1, true);                                                      // unequal nodes
-    expect_place("SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_LOCALID=0", 0, 1, 0, 1, false); // a batch script's shell
-    expect_place("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", 0, 1, 0, 1, false);         // an interactive step
-    expect_place("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 PMIX_RANK=0", 0, 1, 0, 1, false);
-    expect_place("PMI_RANK=1 PMI_SIZE=3", 1, 3, 1, 3, true);
-    expect_place("PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", 1, 4, 1, 2, true);
-    expect_place("RANK=2 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2", 2, 4, 0, 2, true);
-    expect_place("RANK=2 WORLD_SIZE=4 LOCAL_RANK=0", 2, 4, 0, 4, true);
-    expect_place("RANK=2", 0, 1, 0, 1, false); // somebody's variable of that name
-
-    expect_no_place("RANK=4 WORLD_SIZE=4 LOCAL_RANK=0", "RANK is \"4\", a whole number from 0 to 3 is needed");
-    expect_no_place("RANK=-1 WORLD_SIZE=4", "RANK is \"-1\"");
-    expect_no_place("RANK=x WORLD_SIZE=4", "RANK is \"x\"");
-    expect_no_place("RANK=1x WORLD_SIZE=4", "RANK is \"1x\"");
-    expect_no_place("RANK=1 WORLD_SIZE=0", "WORLD_SIZE is \"0\"");
-    expect_no_place("RANK=1 WORLD_SIZE=99999999999999999999", "WORLD_SIZE is");
-    expect_no_place("RANK=1 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2", "LOCAL_RANK is \"2\"");
-    expect_no_place("RANK=1 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=5", "LOCAL_WORLD_SIZE is \"5\"");
-    expect_no_place("OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE is not set");
-    expect_no_place(STEP, "srun started 4 tasks without MPI support");
-    expect_no_place(LAUNCH_MARK "=1", "Open MPI's mpirun");
-}
-
-static void test_threads(void **state) {
-    (void)state;
-    const Place alone = {0, 1, 0, 1, false}, crowded = {0, 1000, 0, 1000, true};
-    char *user = getenv("OMP_NUM_THREADS");
-    user = user == NULL ? NULL : strdup(user);
-    unsetenv("OMP_NUM_THREADS");
-    set_threads(&alone);
-    assert_int_equal(place_threads(), machine_cores());
-    set_threads(&crowded);
-    assert_int_equal(place_threads(), 1);
-    setenv("OMP_NUM_THREADS", "3", 1); // the user's choice is left alone
-    omp_set_num_threads(3);
-    set_threads(&crowded);
-    assert_int_equal(place_threads(), 3);
-    if (user == NULL) unsetenv("OMP_NUM_THREADS");
-    if (user != NULL) setenv("OMP_NUM_THREADS", user, 1);
-    free(user);
-
-    int threads = 0; // whatever kept OpenMP from granting them
-    omp_set_dynamic(1);
-    omp_set_max_active_levels(0);
-    set_threads(&alone);
-#pragma omp parallel reduction(+ : threads)
-    threads++;
-    assert_int_equal(threads, place_threads());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -764,8 +663,6 @@ static int tear_down(void **state) {
 int main(int argc, char **argv) {
     if (argc == 5 && strcmp(argv[1], "run") == 0) return run_program(argv);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_places),
-        cmocka_unit_test(test_threads),
         cmocka_unit_test(test_filter),
         cmocka_unit_test(test_filter_long_texts),
         cmocka_unit_test(test_filter_thread),

@@ -84,6 +84,103 @@ static void test_any_piece(void **state) {
     weights_close(&pieces);
 }
 
+// A number that tells the element, exact in fp32.
+static float mark(int id, size_t global) {
+    return (float)(random_mix((uint64_t)id * 1000003 + global) % 16000000 + 1);
+}
+
+// Writes the parameters of a checkpoint as the ranks of a grid do, each the part that it answers for.
+static void write_checkpoint(const ModelShape *shape, Grid grid, int shard_group, int chunks) {
+    Manifest m;
+    memset(&m, 0, sizeof m);
+    m.shape = *shape;
+    m.grid = grid;
+    m.shard_group = shard_group;
+    m.pipeline_chunks = chunks;
+    m.data.bytes = m.tokens_per_step = m.sequence_length = 1;
+    m.n_files = grid.tensor * grid.data * grid.pipeline;
+    m.files = calloc((size_t)m.n_files, sizeof(ManifestFile));
+    Error error = {""};
+    for (int r = 0; r < m.n_files; r++) {
+        Layout layout;
+        const LayoutCut cut = {grid.data,     grid.tensor, r % grid.tensor,
+                               grid.pipeline, chunks,      r / grid.tensor / grid.data};
+        layout_init(&layout, shape, &cut);
+        SafetensorsTensor tensors[16];
+        char names[16][48];
+        int n = 0;
+        for (int u = 0; u < layout.n_units; u++) {
+            const uint64_t count[1] = {unit_own(&layout.units[u], &grid, shard_group, r).count};
+            if (count[0] == 0) continue;
+            state_tensor_name(&layout.units[u], STATE_PARAMS, names[n]);
+            tensors[n] = safetensors_describe(names[n], FLOAT_F32, 1, count);
+            n++;
+        }
+        char *path = rank_path(scratch(""), r);
+        SafetensorsWriter writer;
+        assert_true(safetensors_create(&writer, path, tensors, n, NULL, &error));
+        for (int u = 0; u < layout.n_units; u++) {
+            const Held own = unit_own(&layout.units[u], &grid, shard_group, r);
+            float *values = calloc(own.count + 1, sizeof(float));
+            PieceCursor cursor = {0, 0};
+            Piece piece;
+            while (unit_next_piece(&layout.units[u], own.first, own.first + own.count, &cursor, &piece))
+                for (size_t i = 0; i < piece.count; i++)
+                    values[piece.at - own.first + i] = mark(piece.tensor->id, piece.global + i);
+            assert_true(safetensors_write(&writer, values, own.count, &error));
+            free(values);
+        }
+        m.files[r].bytes = (uint64_t)writer.file.written;
+        m.files[r].checksum = checksum_value(&writer.file.checksum);
+        assert_true(safetensors_finish(&writer, &error));
+        free(path);
+        layout_free(&layout);
+    }
+    assert_true(manifest_write(&m, scratch(""), "{}", &error));
+    free(m.files);
+}
+
+// Any piece of any tensor out of a checkpoint of any grid, whatever was read before, and however little is kept.
+static void test_checkpoints(void **state) {
+    (void)state;
+    const ModelShape shape = {4, 4, 20, 7, 261};
+    static const Grid grids[] = {{1, 1, 1}, {1, 4, 1}, {2, 2, 1}, {4, 1, 2}, {2, 3, 2}};
+    static const int groups[] = {1, 2, 2, 1, 3}, chunks[] = {1, 1, 1, 2, 1};
+    uint32_t draw = 1;
+    for (int g = 0; g < 5; g++) {
+        write_checkpoint(&shape, grids[g], groups[g], chunks[g]);
+        Weights weights;
+        Error error = {""};
+        must_open(&weights, scratch(""));
+        assert_true(weights_compare(&weights, &shape, &error));
+        assert_true(weights_verify(&weights, 0, 1, &error));
+        for (int id = 0; id < weights_tensors(&shape); id++) {
+            float *values = read_tensor(&weights, id);
+            for (size_t i = 0; i < weights_elements(weights_tensor(&weights.layout, id)); i++)
+                assert_true(values[i] == mark(id, i));
+            free(values);
+        }
+        for (int round = 0; round < 2000; round++) {
+            draw = draw * 1664525u + 1013904223u;
+            ((CheckpointWeights *)weights.state)->window_limit = 1 + (draw >> 25);
+            draw = draw * 1664525u + 1013904223u;
+            const int id = (int)((draw >> 16) % (uint32_t)weights_tensors(&shape));
+            const size_t elements = weights_elements(weights_tensor(&weights.layout, id));
+            draw = draw * 1664525u + 1013904223u;
+            const size_t first = (draw >> 8) % elements;
+            draw = draw * 1664525u + 1013904223u;
+            const size_t left = elements - first, count = (draw >> 8) % ((left < 300 ? left : 300) + 1);
+            float got[301];
+            memset(got, 0xff, sizeof got);
+            if (!weights_read(&weights, id, first, count, got, &error)) fail_msg("%s", error.text);
+            for (size_t i = 0; i < count; i++) assert_true(got[i] == mark(id, first + i));
+            assert_true(got[count] != got[count]);
+        }
+        weights_close(&weights);
+    }
+    unlink(scratch("manifest.json"));
+}
+
 // Every rank of a grid fills its shards by global index alone; put together they are the model.
 static void test_ranks_of_a_grid(void **state) {
     (void)state;
@@ -158,6 +255,56 @@ static void test_round_trips(void **state) {
     assert_same_files(scratch("rounded.bin"), GOLDEN "bf16.bin");
     assert_int_equal(access(scratch("hf/model.safetensors.tmp"), F_OK), -1);
     assert_int_equal(access(scratch("again.bin.tmp"), F_OK), -1);
+    // To fp16 too.
+    export_to(GOLDEN "fp32", NULL, scratch("half"), FLOAT_F16);
+    assert_same_weights(scratch("half"), GOLDEN "fp16", 0);
+}
+
+// Every fp16 and back; every value half way between two goes to the even one, and a little off it to the nearer.
+static void test_fp16(void **state) {
+    (void)state;
+    for (uint32_t half = 0; half < 65536; half++) {
+        const bool is_nan = (half & 0x7fff) > 0x7c00;
+        const float value = float_from_f16((uint16_t)half);
+        assert_int_equal(float_to_f16(value), half);
+        if (is_nan || (half & 0x7fff) >= 0x7bff) continue; // the next one is infinity
+        const float next = float_from_f16((uint16_t)(half + 1)), middle = 0.5f * (value + next);
+        assert_int_equal(float_to_f16(middle), half + (half & 1));
+        assert_int_equal(float_to_f16(nextafterf(middle, value)), half);
+        assert_int_equal(float_to_f16(nextafterf(middle, next)), half + 1);
+    }
+    assert_int_equal(float_to_f16(65519.99f), 0x7bff);
+    assert_int_equal(float_to_f16(65520), 0x7c00);
+    assert_int_equal(float_to_f16(-1e30f), 0xfc00);
+    assert_int_equal(float_to_f16(1e-30f), 0);
+}
+
+static void expect_kept(bool ok, Error *error, const char *part) {
+    assert_false(ok);
+    assert_error(error, part);
+    error->text[0] = '\0';
+}
+
+// What an export may replace: nothing, an empty directory, an export, what an interrupted one has left.
+static void test_what_is_replaced(void **state) {
+    (void)state;
+    Error error = {""};
+    assert_true(huggingface_may_replace(scratch("new"), &error));
+    mkdir(scratch("new"), 0755);
+    assert_true(huggingface_may_replace(scratch("new"), &error));
+    scratch_write("new/model.safetensors.tmp", "x", 1);
+    assert_true(huggingface_may_replace(scratch("new"), &error));
+    scratch_write("new/config.json", "{}", 2);
+    assert_true(huggingface_may_replace(scratch("new"), &error));
+    scratch_write("new/notes.txt", "x", 1); // a log directory, say
+    expect_kept(huggingface_may_replace(scratch("new"), &error), &error, "new: holds notes.txt and no export");
+    scratch_write("new/model.safetensors", "x", 1);
+    assert_true(huggingface_may_replace(scratch("new"), &error));
+    expect_kept(huggingface_may_replace(scratch("new/notes.txt"), &error), &error, "cannot be exported to");
+    assert_true(llmc_may_replace(scratch("model.bin"), &error));
+    assert_true(llmc_may_replace(GOLDEN "bf16.bin", &error));
+    expect_kept(llmc_may_replace(scratch("new/notes.txt"), &error), &error, "notes.txt: is there and no llm.c model");
+    expect_kept(llmc_may_replace(scratch("new"), &error), &error, "new: is there and no llm.c model");
 }
 
 // A value for every element of every tensor; exact in bf16.
@@ -269,8 +416,8 @@ static void test_unknown_kinds(void **state) {
     expect_error(scratch("missing"), "cannot be read: No such file");
     mkdir(scratch("folder"), 0755);
     expect_error(scratch("folder"),
-                 "holds no weights of a known kind; known are: a Hugging Face directory (config.json "
-                 "and model.safetensors), an llm.c model file");
+                 "holds no weights of a known kind; known are: a checkpoint (its directory step_00000100, or a log "
+                 "directory), a Hugging Face directory (config.json and model.safetensors), an llm.c model file");
 }
 
 static void test_compare(void **state) {
@@ -479,11 +626,19 @@ static void test_malformed_huggingface(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_models_of_transformers), cmocka_unit_test(test_any_piece),
-        cmocka_unit_test(test_ranks_of_a_grid),        cmocka_unit_test(test_round_trips),
-        cmocka_unit_test(test_gpt2_vocabulary),        cmocka_unit_test(test_failing_exports),
-        cmocka_unit_test(test_unknown_kinds),          cmocka_unit_test(test_compare),
-        cmocka_unit_test(test_malformed_llmc),         cmocka_unit_test(test_malformed_huggingface),
+        cmocka_unit_test(test_models_of_transformers),
+        cmocka_unit_test(test_any_piece),
+        cmocka_unit_test(test_checkpoints),
+        cmocka_unit_test(test_ranks_of_a_grid),
+        cmocka_unit_test(test_round_trips),
+        cmocka_unit_test(test_fp16),
+        cmocka_unit_test(test_what_is_replaced),
+        cmocka_unit_test(test_gpt2_vocabulary),
+        cmocka_unit_test(test_failing_exports),
+        cmocka_unit_test(test_unknown_kinds),
+        cmocka_unit_test(test_compare),
+        cmocka_unit_test(test_malformed_llmc),
+        cmocka_unit_test(test_malformed_huggingface),
     };
     return cmocka_run_group_tests_name("weights", tests, scratch_make, scratch_remove);
 }
