@@ -20,6 +20,7 @@
 #include "memory.h"
 #include "random.h"
 #include "trace.h"
+#include "watchdog.h"
 
 typedef enum {
     COMM_ALL_REDUCE,
@@ -52,8 +53,10 @@ typedef struct {
     ncclComm_t nccl;
     int id; // of the axis: the same on all ranks
     int rank, size;
+    int first, stride;   // its ranks in the run are first, first + stride, ...
     cudaStream_t stream; // where its collectives run
     TraceTrack track;    // where a trace shows them
+    const char *what;    // the next ones are for: a unit's name, or a text that stays
 } Group;
 
 // A way between two neighbouring stages: the sender is rank 0 of a group of two. Each has a stream of its own, so that
@@ -61,6 +64,21 @@ typedef struct {
 enum { FORWARD_IN, FORWARD_OUT, BACKWARD_IN, BACKWARD_OUT, CHANNELS };
 
 enum { COMM_MAX_MESSAGE = 64 }; // bytes that a rank may give to comm_gather()
+
+// An exchange that has been put into a stream. `event` stands behind it there.
+typedef struct {
+    Purpose purpose;
+    int kind;
+    uint64_t payload_bytes;
+    int first, stride, size; // of the group
+    cudaStream_t stream;
+    cudaEvent_t event;
+} CommCall;
+
+enum {
+    COMM_CALLS = 1024,     // that are remembered
+    COMM_GRACE_SECONDS = 2 // that a device which watches its own collectives, and knows more, is given to say so
+};
 
 typedef struct {
     int rank, world_size;
@@ -85,8 +103,14 @@ typedef struct {
     void **handles;     // of registered buffers: handles[i] with communicator handle_owners[i]
     ncclComm_t *handle_owners;
     int n_handles;
-    Trace *trace; // of the step at hand, or NULL
-    int span;     // of the call at hand in it
+    const char *phase; // of the run, and the step in it: for messages
+    int64_t step;
+    CommCall *calls;           // (COMM_CALLS): call n, counted from 0, is calls[n % COMM_CALLS]
+    uint64_t issued, recorded; // calls put into streams; calls whose events are, too
+    uint64_t oldest;           // the first that may not be done
+    bool grouped;              // between comm_begin_group() and comm_end_group()
+    Trace *trace;              // of the step at hand, or NULL
+    int span;                  // of the call at hand in it
 } Comm;
 
 static inline size_t comm_type_bytes(ncclDataType_t type) {
@@ -123,15 +147,29 @@ static inline void comm_split(const Group *parent, int color, int key, Group *gr
         nccl_check(ncclCommSplit(parent->nccl, color, key, &group->nccl, NULL));
 }
 
-static inline Group comm_group(int id, int rank, int size, cudaStream_t stream) {
+static inline Group comm_group(int id, int rank, int size, int first, int stride, cudaStream_t stream) {
     Group group;
     memset(&group, 0, sizeof group);
     group.id = id;
     group.rank = rank;
     group.size = size;
+    group.first = first;
+    group.stride = stride;
     group.stream = stream;
     group.track = TRACE_COMMUNICATION;
+    group.what = "all ranks";
     return group;
+}
+
+// What comes next is part of this: "step", 17. phase: a text that stays; step -1: none.
+static inline void comm_phase(Comm *comm, const char *phase, int64_t step) {
+    comm->phase = phase;
+    comm->step = step;
+}
+
+// The next collectives of data-parallel ranks are for this unit.
+static inline void comm_name(Comm *comm, const char *unit) {
+    comm->data.what = comm->shard.what = comm->replica.what = unit;
 }
 
 // Opens the ways between stages. wrap: from the last to the first too, where a rank holds several stages. A rank takes
@@ -149,8 +187,11 @@ static inline void comm_open_channels(Comm *comm, bool wrap) {
             const int link = at_right ? p : left_link, kind = 2 * direction + (sends ? 1 : 0); // FORWARD_IN, ...
             Group *channel = &comm->channels[kind];
             if (takes_part) {
-                *channel = comm_group(8 + kind, sends ? 0 : 1, 2, NULL);
+                const int ranks = comm->world_size / P; // of a stage
+                *channel = comm_group(8 + kind, sends ? 0 : 1, 2, column + (link == P - 1 ? 0 : link * ranks),
+                                      link == P - 1 ? (P - 1) * ranks : ranks, NULL);
                 channel->track = (TraceTrack)(TRACE_CHANNELS + kind);
+                channel->what = "stage boundary";
             }
             if (comm->planning) continue;
             const int color = takes_part ? link * (comm->world_size / P) + column : NCCL_SPLIT_NOCOLOR;
@@ -173,8 +214,8 @@ typedef struct {
 
 // Opens the communicators of this rank; with memory->planning nothing is opened, and the streams are not used:
 // `compute` for what tensor ranks exchange, `communication` for the rest. A rank that waits for the others for longer
-// than `timeout` seconds dies (NCCL's interface has no such setting; the CPU device, which knows what it waits for,
-// reads it from the environment).
+// than `timeout` seconds dies (NCCL's interface has no such setting; the CPU device, which knows what and whom it waits
+// for, reads it from the environment).
 static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOptions *options, cudaStream_t compute,
                              cudaStream_t communication) {
     memset(comm, 0, sizeof *comm);
@@ -187,17 +228,22 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOpt
     comm->pipeline_rank = rank / grid.tensor / grid.data;
     comm->planning = memory->planning;
     comm->stream = communication;
-    comm->world = comm_group(0, rank, world_size, communication);
-    comm->data = comm_group(1, data_rank, grid.data, communication);
-    comm->shard = comm_group(2, data_rank % shard_group, shard_group, communication);
-    comm->replica = comm_group(3, data_rank / shard_group, grid.data / shard_group, communication);
-    comm->tensor = comm_group(4, tensor_rank, grid.tensor, compute);
+    const int T = grid.tensor, G = shard_group, row = rank - tensor_rank, column = row - data_rank * T + tensor_rank;
+    comm->world = comm_group(0, rank, world_size, 0, 1, communication);
+    comm->data = comm_group(1, data_rank, grid.data, column, T, communication);
+    comm->shard = comm_group(2, data_rank % G, G, column + data_rank / G * G * T, T, communication);
+    comm->replica = comm_group(3, data_rank / G, grid.data / G, column + data_rank % G * T, G * T, communication);
+    comm->tensor = comm_group(4, tensor_rank, T, row, 1, compute);
     comm->tensor.track = TRACE_TENSOR;
     const bool first = comm->pipeline_rank == 0, last = comm->pipeline_rank == grid.pipeline - 1;
     const bool is_tied = grid.pipeline > 1 && (first || last);
-    comm->tied = comm_group(5, is_tied && last ? 1 : 0, is_tied ? 2 : 1, communication);
+    const int stage_ranks = T * grid.data;
+    comm->tied = comm_group(5, is_tied && last ? 1 : 0, is_tied ? 2 : 1, rank % stage_ranks,
+                            (grid.pipeline - 1) * stage_ranks, communication);
     comm->timeout = options->timeout;
     comm->deterministic = options->deterministic;
+    comm_phase(comm, "start", -1);
+    comm->tensor.what = comm->tied.what = "wte";
     memory->allocate = comm_allocate;
     memory->release = comm_release;
     size_t message_bytes = ((size_t)world_size + 1) * COMM_MAX_MESSAGE;
@@ -211,22 +257,25 @@ static inline void comm_init(Comm *comm, Memory *memory, int rank, const CommOpt
     snprintf(seconds, sizeof seconds, "%lld", (long long)options->timeout);
     setenv("TRAIN_GPT_TIMEOUT", seconds, 1);
     cuda_check(cudaMallocHost((void **)&comm->staging, message_bytes));
+    comm->calls = (CommCall *)calloc(COMM_CALLS, sizeof(CommCall));
+    if (comm->calls == NULL) die("no memory for what the last collectives were");
+    for (int i = 0; i < COMM_CALLS; i++)
+        cuda_check(cudaEventCreateWithFlags(&comm->calls[i].event, cudaEventDisableTiming));
     const ncclUniqueId id = bootstrap_id(rank, world_size);
     ncclResult_t status = ncclCommInitRank(&comm->world.nccl, world_size, id, rank);
     if (status != ncclSuccess)
         die("cannot join the other ranks: %s (%s)", ncclGetErrorString(status), ncclGetLastError(NULL));
     // Ranks with the same color come together.
-    const int row = comm->pipeline_rank * grid.data + data_rank,
-              stage = comm->pipeline_rank * grid.tensor + tensor_rank;
-    comm_split(&comm->world, stage, rank, &comm->data);
+    comm_split(&comm->world, column, rank, &comm->data);
     comm_split(&comm->data, comm->replica.rank, rank, &comm->shard);
     comm_split(&comm->data, comm->shard.rank, rank, &comm->replica);
     comm_split(&comm->world, row, rank, &comm->tensor);
     if (grid.pipeline > 1) {
-        const int column = is_tied ? rank % (grid.tensor * grid.data) : NCCL_SPLIT_NOCOLOR;
-        nccl_check(ncclCommSplit(comm->world.nccl, column, rank, &comm->tied.nccl, NULL));
+        const int color = is_tied ? rank % stage_ranks : NCCL_SPLIT_NOCOLOR;
+        nccl_check(ncclCommSplit(comm->world.nccl, color, rank, &comm->tied.nccl, NULL));
     }
     comm_open_channels(comm, options->pipeline_chunks);
+    watchdog_end(); // the ranks have met
 }
 
 // The groups of this rank that have a communicator, those last whose communicator others may share.
@@ -267,20 +316,39 @@ static inline void comm_register(Comm *comm, const Memory *memory) {
 // Waiting
 
 typedef struct {
-    double begin; // 0: not looked yet
+    Patience wait; // for call `oldest`
+    uint64_t oldest;
     int looks;
 } CommPatience;
 
 static inline double comm_seconds(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+    return watchdog_clock();
 }
 
-// One look at what has `status`: false if it is done. Ends the run where NCCL reports an error, and where other ranks
-// have been waited for too long: a second later than a device that watches its own collectives, and knows more. Gives
-// way to other threads first, then sleeps briefly.
-static inline bool comm_look(const Comm *comm, CommPatience *patience, cudaError_t status, const char *what) {
+// Passes over the calls that are done: comm->oldest is not, or is comm->recorded. Each has a stream's order only, so
+// later ones may be done as well.
+static inline void comm_pass_done(Comm *comm) {
+    if (comm->issued - comm->oldest > COMM_CALLS) comm->oldest = comm->issued - COMM_CALLS;
+    while (comm->oldest < comm->recorded && cudaEventQuery(comm->calls[comm->oldest % COMM_CALLS].event) == cudaSuccess)
+        comm->oldest++;
+}
+
+// The run ends, as call comm->oldest has not been done for so many seconds. NCCL's communicators are not aborted: that
+// would wait for NCCL's own threads, and the end of the process frees all that they hold.
+static inline void comm_say(const Comm *comm, const char *happened, const char *what, double waited) {
+    const CommCall *call = &comm->calls[comm->oldest % COMM_CALLS];
+    char purpose[PURPOSE_TEXT], stride[32] = "", text[3 * PURPOSE_TEXT];
+    if (call->stride > 1 && call->size > 2) snprintf(stride, sizeof stride, " in steps of %d", call->stride);
+    snprintf(text, sizeof text, "%s: %s of %.3g MB: waited %.0f s for ranks %d %s %d%s, and so for %s",
+             purpose_text(&call->purpose, purpose), comm_kind_name(call->kind), (double)call->payload_bytes / 1e6,
+             waited, call->first, call->size > 2 ? "to" : "and", call->first + (call->size - 1) * call->stride, stride,
+             what);
+    error_say(happened, text, __FILE__, __LINE__);
+}
+
+// One look at what has `status`: false if it is done. Ends the run where NCCL reports an error, and where a collective
+// has been waited for too long. Gives way to other threads first, then sleeps briefly.
+static inline bool comm_look(Comm *comm, CommPatience *patience, cudaError_t status, const char *what) {
     if (status == cudaSuccess) return false;
     if (patience->looks++ % 64 == 0 || status != cudaErrorNotReady) {
         const Group *groups[COMM_GROUPS];
@@ -288,14 +356,27 @@ static inline bool comm_look(const Comm *comm, CommPatience *patience, cudaError
         for (int i = 0; i < n; i++) {
             ncclResult_t error = ncclSuccess;
             nccl_check(ncclCommGetAsyncError(groups[i]->nccl, &error));
-            if (error != ncclSuccess && error != ncclInProgress)
-                die("%s: %s (%s)", what, ncclGetErrorString(error), ncclGetLastError(groups[i]->nccl));
+            if (error != ncclSuccess && error != ncclInProgress) {
+                const Purpose purpose = {what, comm->phase, comm->step};
+                char text[PURPOSE_TEXT];
+                die("%s: %s (%s)", purpose_text(&purpose, text), ncclGetErrorString(error),
+                    ncclGetLastError(groups[i]->nccl));
+            }
         }
         if (status != cudaErrorNotReady) die("%s: %s", what, cudaGetErrorString(status));
-        const double now = comm_seconds();
-        if (patience->begin == 0) patience->begin = now;
-        if (comm->world_size > 1 && now - patience->begin > (double)comm->timeout + 1)
-            die("%s: not there after this rank has waited %.0f s", what, now - patience->begin);
+        comm_pass_done(comm);
+        const bool waits = comm->oldest < comm->recorded; // else this rank computes
+        if (patience->looks == 1 || !waits || patience->oldest != comm->oldest) {
+            patience->wait = patience_begin();
+            patience->oldest = comm->oldest;
+        }
+        const double waited = patience_waited(&patience->wait);
+        if (comm->world_size > 1 && waited > (double)(comm->timeout + COMM_GRACE_SECONDS)) {
+            comm_say(comm, "failed", what, waited);
+            _exit(EXIT_RUN);
+        }
+        // Later than a device that knows whom it waits for, too.
+        if (watchdog_asked(waited - 0.5)) comm_say(comm, "was asked to stop while it waited", what, waited);
     }
     if (patience->looks < 512) {
         sched_yield();
@@ -309,18 +390,18 @@ static inline bool comm_look(const Comm *comm, CommPatience *patience, cudaError
 // Wait until everything queued on a stream, or what an event was recorded behind, is done. `what` is for messages.
 // Whoever waits with cudaStreamSynchronize() for something that waits for other ranks waits for ever if one is gone; so
 // nothing in a step does, and nothing copies to memory that is not pinned, which would wait likewise.
-static inline void comm_wait(const Comm *comm, cudaStream_t stream, const char *what) {
-    CommPatience patience = {0, 0};
+static inline void comm_wait(Comm *comm, cudaStream_t stream, const char *what) {
+    CommPatience patience = {{0, 0}, 0, 0};
     while (comm_look(comm, &patience, cudaStreamQuery(stream), what)) continue;
 }
 
-static inline void comm_wait_event(const Comm *comm, cudaEvent_t event, const char *what) {
-    CommPatience patience = {0, 0};
+static inline void comm_wait_event(Comm *comm, cudaEvent_t event, const char *what) {
+    CommPatience patience = {{0, 0}, 0, 0};
     while (comm_look(comm, &patience, cudaEventQuery(event), what)) continue;
 }
 
 // Waits for everything that this rank has been given to exchange.
-static inline void comm_finish(const Comm *comm) {
+static inline void comm_finish(Comm *comm) {
     comm_wait(comm, comm->stream, "the last collectives");
     for (int i = 0; i < CHANNELS; i++)
         if (comm->channels[i].size > 0) comm_wait(comm, comm->channels[i].stream, "the neighbouring stages");
@@ -330,6 +411,7 @@ static inline void comm_finish(const Comm *comm) {
 static inline void comm_free(Comm *comm) {
     if (comm->planning) return;
     comm_finish(comm);
+    watchdog_begin("has not parted from the other ranks", (double)comm->timeout);
     for (int i = 0; i < comm->n_handles; i++) nccl_check(ncclCommDeregister(comm->handle_owners[i], comm->handles[i]));
     const Group *groups[COMM_GROUPS];
     const int n = comm_groups(comm, groups);
@@ -341,13 +423,42 @@ static inline void comm_free(Comm *comm) {
     for (int i = 0; i < CHANNELS; i++)
         if (comm->channels[i].size > 0) cuda_check(cudaStreamDestroy(comm->channels[i].stream));
     bootstrap_close();
+    watchdog_end();
+    for (int i = 0; i < COMM_CALLS; i++) cuda_check(cudaEventDestroy(comm->calls[i].event));
     cuda_check(cudaFreeHost(comm->staging));
+    free(comm->calls);
     free(comm->handles);
     free(comm->handle_owners);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Collectives
+
+// Before and after a call of NCCL. The first that ranks make on a communicator connects them, and waits meanwhile.
+static inline void comm_issue(Comm *comm, CommKind kind, const Group *group, uint64_t payload_bytes) {
+    CommCall *call = &comm->calls[comm->issued++ % COMM_CALLS];
+    Purpose *purpose = purpose_now();
+    purpose->what = group->what;
+    purpose->phase = comm->phase;
+    purpose->step = comm->step;
+    call->purpose = *purpose;
+    call->kind = kind;
+    call->payload_bytes = payload_bytes;
+    call->first = group->first;
+    call->stride = group->stride;
+    call->size = group->size;
+    call->stream = group->stream;
+    watchdog_begin("a call of NCCL has not returned", (double)(comm->timeout + COMM_GRACE_SECONDS));
+}
+
+static inline void comm_issued(Comm *comm) {
+    if (comm->grouped) return; // it is put into its stream when the group ends
+    watchdog_end();
+    for (; comm->recorded < comm->issued; comm->recorded++) {
+        const CommCall *call = &comm->calls[comm->recorded % COMM_CALLS];
+        cuda_check(cudaEventRecord(call->event, call->stream));
+    }
+}
 
 // Counts a call. Unless the run is only planned, returns true: it is to be made, between comm_count() and comm_done().
 static inline bool comm_count(Comm *comm, CommKind kind, const Group *group, uint64_t payload_bytes) {
@@ -361,12 +472,14 @@ static inline bool comm_count(Comm *comm, CommKind kind, const Group *group, uin
     count->bus_bytes += point_to_point ? payload_bytes : passes * share;
     comm->sequence = random_mix(comm->sequence + payload_bytes * COMM_KINDS + (uint64_t)kind) + (uint64_t)group->id;
     if (comm->planning) return false;
-    comm->span = trace_begin(comm->trace, group->track, group->stream, "%s %.3g MB", comm_kind_name(kind),
-                             (double)payload_bytes / 1e6);
+    comm->span = trace_begin(comm->trace, group->track, group->stream, "%s %s, %.3g MB", comm_kind_name(kind),
+                             group->what, (double)payload_bytes / 1e6);
+    comm_issue(comm, kind, group, payload_bytes);
     return true;
 }
 
 static inline void comm_done(Comm *comm, const Group *group) {
+    comm_issued(comm);
     trace_end(comm->trace, comm->span, group->stream);
 }
 
@@ -417,16 +530,21 @@ static inline void comm_recv(Comm *comm, const Group *channel, void *buffer, siz
 }
 
 // Collectives between these two are launched together: on a GPU small ones cost their launch more than their bytes.
-static inline void comm_begin_group(const Comm *comm) {
-    if (!comm->planning) nccl_check(ncclGroupStart());
+static inline void comm_begin_group(Comm *comm) {
+    if (comm->planning) return;
+    comm->grouped = true;
+    nccl_check(ncclGroupStart());
 }
-static inline void comm_end_group(const Comm *comm) {
-    if (!comm->planning) nccl_check(ncclGroupEnd());
+static inline void comm_end_group(Comm *comm) {
+    if (comm->planning) return;
+    nccl_check(ncclGroupEnd());
+    comm->grouped = false;
+    comm_issued(comm);
 }
 
 // Every rank's `bytes` bytes, in rank order, to every rank: returns world_size times `bytes`, valid until the next
 // call. Host memory; waits until everything queued on the communication stream, and this, is done. For scalars and
-// flags: counted apart.
+// flags: counted apart. Their purpose is that of comm->world, which this resets.
 static inline const void *comm_gather(Comm *comm, const void *mine, size_t bytes) {
     if (bytes > COMM_MAX_MESSAGE) die("a message of %zu bytes is too long", bytes);
     const size_t all_bytes = bytes * (size_t)comm->world_size;
@@ -438,6 +556,7 @@ static inline const void *comm_gather(Comm *comm, const void *mine, size_t bytes
     comm_done(comm, &comm->world);
     cuda_check(cudaMemcpyAsync(answers, all, all_bytes, cudaMemcpyDeviceToHost, comm->stream));
     comm_wait(comm, comm->stream, "the collectives of this step and the scalars of all ranks");
+    comm->world.what = "all ranks";
     return answers;
 }
 
@@ -448,7 +567,9 @@ static inline void comm_broadcast(Comm *comm, int root, void *data, size_t bytes
         char *at = (char *)data + done;
         memcpy(comm->staging, at, piece);
         cuda_check(cudaMemcpyAsync(comm->message, comm->staging, piece, cudaMemcpyHostToDevice, comm->stream));
+        comm_issue(comm, COMM_SCALARS, &comm->world, piece);
         nccl_check(ncclBroadcast(comm->message, comm->message, piece, ncclUint8, root, comm->world.nccl, comm->stream));
+        comm_issued(comm);
         cuda_check(cudaMemcpyAsync(comm->staging, comm->message, piece, cudaMemcpyDeviceToHost, comm->stream));
         comm_wait(comm, comm->stream, "a broadcast");
         memcpy(at, comm->staging, piece);

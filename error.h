@@ -65,8 +65,20 @@ __attribute__((noreturn)) static inline void die_input(const Error *error) {
     _exit(EXIT_INPUT);
 }
 
-// Ends the process because the run failed: one line that says who, what and where. _exit, not exit: other threads may
-// be inside a collective, and handlers that wait for them would hang. The launcher then takes the other ranks down.
+// Says one line: who, what and where. happened: "failed".
+static inline void error_say(const char *happened, const char *what, const char *file, int line) {
+    const ErrorIdentity *self = error_identity();
+    fflush(stdout);
+    if (self->world_size > 1)
+        fprintf(stderr, "train_gpt: rank %d of %d on %s %s: %s (%s:%d)\n", self->rank, self->world_size, self->host,
+                happened, what, file, line);
+    else
+        fprintf(stderr, "train_gpt: %s: %s (%s:%d)\n", happened, what, file, line);
+    fflush(stderr);
+}
+
+// Ends the process because the run failed. _exit, not exit: other threads may be inside a collective, and handlers that
+// wait for them would hang. The launcher then takes the other ranks down.
 __attribute__((noreturn, format(printf, 3, 4))) static inline void die_at(const char *file, int line,
                                                                           const char *format, ...) {
     char what[1024];
@@ -74,14 +86,7 @@ __attribute__((noreturn, format(printf, 3, 4))) static inline void die_at(const 
     va_start(arguments, format);
     vsnprintf(what, sizeof what, format, arguments);
     va_end(arguments);
-    const ErrorIdentity *self = error_identity();
-    fflush(stdout);
-    if (self->world_size > 1)
-        fprintf(stderr, "train_gpt: rank %d of %d on %s failed: %s (%s:%d)\n", self->rank, self->world_size, self->host,
-                what, file, line);
-    else
-        fprintf(stderr, "train_gpt: failed: %s (%s:%d)\n", what, file, line);
-    fflush(stderr);
+    error_say("failed", what, file, line);
     _exit(EXIT_RUN);
 }
 

@@ -27,14 +27,10 @@
 #include "error.h"
 #include "mpirun_output.h"
 #include "place.h"
+#include "watchdog.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Stopping a rank
-
-static inline volatile sig_atomic_t *stop_flag(void) {
-    static volatile sig_atomic_t flag = 0;
-    return &flag;
-}
 
 static inline void stop_note(int number) {
     if (*stop_flag() == 2 && number != SIGUSR1) _exit(128 + number);

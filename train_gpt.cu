@@ -167,7 +167,9 @@ DECLARE_TRAINER(TRAIN) {
     cudaStream_t compute, communication;
     int device_number = 0;
     device_choose(place->local_rank, place->local_size, &device_number, &error);
+    if (place->world_size > 1) watchdog_start();
     bootstrap_meet(place, (double)config->timeout, &error);
+    watchdog_begin("has not met the other ranks", (double)config->timeout); // to the end of comm_init()
     int least = 0, greatest = 0;
     cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     cuda_check(cudaStreamCreate(&compute));
@@ -234,6 +236,7 @@ DECLARE_TRAINER(TRAIN) {
     for (;; step++) {
         const bool last = step == config->steps || config->eval_only;
         if (stopped) break;
+        comm_phase(&trainer.comm, "evaluation after step", step);
         if (inputs.validates && (last || step % config->val_every == 0)) {
             const double begin = now_seconds();
             const double loss = evaluate_loss(&trainer, config, &validation, &stopped);
@@ -256,6 +259,7 @@ DECLARE_TRAINER(TRAIN) {
             trainer.comm.trace = &trace;
         }
         if (step + 1 == config->profile_first) profile_start();
+        comm_phase(&trainer.comm, "step", step + 1);
         range_push("step");
         const double begin = now_seconds();
         const CommCounts before = trainer.comm.counts;
@@ -297,6 +301,7 @@ DECLARE_TRAINER(TRAIN) {
                               (long long)bad_steps, (long long)step + 1);
         stopped = result.stop;
         log_bytes = log_position(&log);
+        comm_phase(&trainer.comm, "checkpoint after step", step + 1);
         checkpoint_poll(&checkpoints);
         if (config->checkpoint_every > 0 && ((step + 1) % config->checkpoint_every == 0 || step + 1 == config->steps))
             checkpoint_save(&checkpoints, step + 1, bad_steps, log_bytes, log.last_loss);
@@ -304,6 +309,7 @@ DECLARE_TRAINER(TRAIN) {
     if (config->checkpoint_every > 0 && stopped && checkpoints.last != step)
         checkpoint_save(&checkpoints, step, bad_steps, log_bytes, log.last_loss);
     checkpoint_wait(&checkpoints);
+    comm_phase(&trainer.comm, "end after step", step);
 
     totals.params_hash = zero_params_hash(&trainer.zero);
     totals.memory = trainer.memory;

@@ -315,6 +315,7 @@ static inline bool zero_gather(Zero *zero, int unit) {
     const Held shard = zero_held(zero, &zero->layout->units[unit], true);
     zero_wait(zero, zero->comm->stream, slot->done); // what it held has been read
     zero_wait(zero, zero->comm->stream, zero->params_updated[unit]);
+    comm_name(zero->comm, zero->layout->units[unit].name);
     comm_all_gather(zero->comm, &zero->comm->shard, slot->data, zero->params + shard.at, shard.count, param_type());
     zero_launched(zero, slot->ready);
     return true;
@@ -326,6 +327,7 @@ static inline const floatX *zero_acquire_params(Zero *zero, int unit) {
     while (zero->cursor < zero->n_uses && !zero->uses[zero->cursor].reads);
     if (zero->cursor >= zero->n_uses || zero->uses[zero->cursor].unit != unit)
         die("%s is used out of the order of the pass", zero->layout->units[unit].name);
+    zero->comm->tensor.what = zero->layout->units[unit].name; // for what is computed with them
     if (!zero->strategy->shard_params) {
         zero_wait(zero, zero->compute, zero->params_ready[unit]); // after the last update
         return zero->params + zero->layout->units[unit].offset;
@@ -421,6 +423,7 @@ static inline void zero_release_grads(Zero *zero, int unit, bool last_micro) {
     zero_record(zero, zero->grads_written[unit], zero->compute);
     zero_wait(zero, zero->comm->stream, zero->grads_written[unit]);
     gradX *full = zero->grads + table->offset;
+    comm_name(zero->comm, table->name);
     if (sharded) {
         zero_reduce_slot(zero, unit, last_micro);
     } else if (zero->strategy->shard_optimizer) {
@@ -501,6 +504,7 @@ static inline void zero_gather_updated(Zero *zero, int first, int end) {
         const Unit *unit = &zero->layout->units[u];
         const Held shard = zero_held(zero, unit, true);
         floatX *full = zero->params + unit->offset;
+        comm_name(zero->comm, unit->name);
         comm_all_gather(zero->comm, &zero->comm->shard, full, full + shard.first, shard.count, param_type());
     }
     comm_end_group(zero->comm);
@@ -539,6 +543,7 @@ static inline StepResult zero_step(Zero *zero, AdamW *hyper, double grad_clip, c
     enum { SCALARS = 3 };
     double mine[SCALARS] = {0, 0, stop ? 1.0 : 0.0};
     zero_tie_embedding(zero);
+    zero->comm->world.what = "loss and norm";
     if (zero->comm->planning) {
         comm_gather(zero->comm, mine, sizeof mine);
         zero_update(zero, NULL);

@@ -3,9 +3,9 @@
 #define CPU_COLLECTIVE_H
 
 #include <stddef.h>
-#include <time.h>
 #include "error.h"
 #include "rank_sum.h"
+#include "watchdog.h"
 
 typedef enum {
     COLLECTIVE_ALL_REDUCE,
@@ -25,6 +25,7 @@ typedef struct {
     size_t count;
     ncclDataType_t type;
     ncclRedOp_t op;
+    Purpose purpose; // for messages
 } Collective;
 
 static inline const char *collective_name(CollectiveKind kind) {
@@ -52,21 +53,6 @@ static inline double *collective_timeout(void) {
         seconds = text != NULL && atof(text) > 0 ? atof(text) : 300;
     }
     return &seconds;
-}
-
-static inline double collective_now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
-
-// Ends the process if it has waited too long since `begin`.
-static inline void collective_check_deadline(double begin, const Collective *collective, int rank, int ranks) {
-    double waited = collective_now() - begin;
-    if (waited < *collective_timeout()) return;
-    die("%s of %zu bytes: rank %d of the %d in this group has waited %.0f s for the others",
-        collective_name(collective->kind), collective->count * rank_sum_type_bytes(collective->type), rank, ranks,
-        waited);
 }
 
 #endif

@@ -13,7 +13,7 @@
 #include <mpi.h>
 #include <sched.h>
 #include <string.h>
-#include "collective.h"
+#include "peers.h"
 
 enum {
     MPI_EXCHANGE_STAGING_BYTES = 4 << 20, // what a reduction receives before it is summed
@@ -23,24 +23,29 @@ enum {
 
 typedef struct {
     int rank, ranks;
+    const int *members;    // (ranks), their ranks in the run
     MPI_Comm comm;         // MPI_COMM_NULL: not open
     char *staging;         // MPI_EXCHANGE_STAGING_BYTES
     const void **inputs;   // [ranks]; scratch
     MPI_Request *requests; // [MPI_EXCHANGE_MESSAGES]
+    int *sources;          // of each request: who is to send, or -1 - who is to receive
     int messages;          // requests in use
 } MpiExchange;
 
-// Takes over `comm`. False: no memory. Sends and receives are possible now, collectives after mpi_exchange_stage().
-static inline bool mpi_exchange_open(MpiExchange *exchange, MPI_Comm comm, int rank, int ranks) {
+// Takes over `comm`; members: its ranks' ranks in the run. False: no memory. Sends and receives are possible now,
+// collectives after mpi_exchange_stage().
+static inline bool mpi_exchange_open(MpiExchange *exchange, MPI_Comm comm, const int *members, int rank, int ranks) {
     MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
     exchange->rank = rank;
     exchange->ranks = ranks;
+    exchange->members = members;
     exchange->comm = comm;
     exchange->messages = 0;
     exchange->staging = NULL;
     exchange->inputs = (const void **)calloc((size_t)ranks, sizeof *exchange->inputs);
     exchange->requests = (MPI_Request *)malloc(MPI_EXCHANGE_MESSAGES * sizeof *exchange->requests);
-    if (exchange->inputs == NULL || exchange->requests == NULL) return false;
+    exchange->sources = (int *)calloc(MPI_EXCHANGE_MESSAGES, sizeof *exchange->sources);
+    if (exchange->inputs == NULL || exchange->requests == NULL || exchange->sources == NULL) return false;
     memset(exchange->requests, 0, MPI_EXCHANGE_MESSAGES * sizeof *exchange->requests);
     return true;
 }
@@ -58,6 +63,7 @@ static inline void mpi_exchange_close(MpiExchange *exchange) {
     cudaFree(exchange->staging);
     free(exchange->inputs);
     free(exchange->requests);
+    free(exchange->sources);
     MPI_Comm_free(&exchange->comm);
 }
 
@@ -76,14 +82,30 @@ static inline int mpi_exchange_start(MpiExchange *exchange, const char *send, ch
         int code = recv != NULL ? MPI_Irecv(recv + first, n, MPI_BYTE, peer, tag, exchange->comm, request)
                                 : MPI_Isend(send + first, n, MPI_BYTE, peer, tag, exchange->comm, request);
         if (code != MPI_SUCCESS) return code;
+        exchange->sources[exchange->messages] = recv != NULL ? peer : -1 - peer;
         exchange->messages++;
     }
     return MPI_SUCCESS;
 }
 
+// Says whom this rank waits for: those who have not sent; only if all have, those who have not received.
+static inline void mpi_exchange_look(const MpiExchange *exchange, const Collective *c, Patience *patience) {
+    PeerList missing;
+    memset(&missing, 0, sizeof missing);
+    for (int receives = 1; receives >= 0 && missing.count == 0; receives--)
+        for (int i = 0; i < exchange->messages; i++) {
+            const int source = exchange->sources[i];
+            int done = 1;
+            if ((source >= 0) != (receives == 1)) continue;
+            MPI_Request_get_status(exchange->requests[i], &done, MPI_STATUS_IGNORE);
+            if (!done) peer_list_add(&missing, exchange->members[source >= 0 ? source : -1 - source]);
+        }
+    peers_look(c, &missing, patience);
+}
+
 // Waits for everything that was started.
 static inline int mpi_exchange_finish(MpiExchange *exchange, const Collective *c) {
-    double begin = collective_now();
+    Patience patience = patience_begin();
     for (int looks = 0, done = 0;; looks++) {
         int code = MPI_Testall(exchange->messages, exchange->requests, &done, MPI_STATUSES_IGNORE);
         if (code != MPI_SUCCESS) return code;
@@ -95,7 +117,8 @@ static inline int mpi_exchange_finish(MpiExchange *exchange, const Collective *c
         }
         struct timespec pause = {0, looks < 512 ? 20000 : 200000};
         nanosleep(&pause, NULL);
-        if (looks % 64 == 0) collective_check_deadline(begin, c, exchange->rank, exchange->ranks);
+        if (looks % 64 != 0 || watchdog_clock() - patience.looked < 1e-3 * PEERS_LOOK_MS) continue;
+        mpi_exchange_look(exchange, c, &patience);
     }
     exchange->messages = 0;
     return MPI_SUCCESS;

@@ -9,8 +9,8 @@
 //  - Ranks of one node exchange through shared memory (shared_memory.h), unless TRAIN_GPT_SHARED_MEMORY=0. The bits are
 //    the same. Sends and receives always use MPI.
 //  - Nothing is allocated here once a communicator exists (MPI itself may). Waiting ranks give way to others, and end
-//  the process when they
-//    have waited for the time set by cpu_nccl_set_timeout().
+//    the process when they have waited for the time set by cpu_nccl_set_timeout(), saying what they wait in, from
+//    purpose_now() at the call, and for whom (peers.h).
 #ifndef CPU_NCCL_H
 #define CPU_NCCL_H
 
@@ -46,11 +46,12 @@ enum { NCCL_GROUP_CALLS = 256 }; // sends and receives in a group
 
 typedef struct ncclComm {
     int rank, ranks;
+    int *members;        // (ranks), their ranks in the run; NULL: one rank
     MpiExchange mpi;     // open if there are several ranks
     SharedMemory shared; // open if shared.ranks > 0: then collectives go through it
     CpuTicket last;      // of the last call
     int async_error;     // ncclResult_t of a worker; atomic
-    char message[256];   // its text, complete before async_error is set
+    char message[512];   // its text, complete before async_error is set
 } * ncclComm_t;
 
 // ------------------------------------------------------------------------------------------------------------ errors
@@ -83,13 +84,13 @@ __attribute__((format(printf, 2, 3))) static inline ncclResult_t nccl_fail(ncclR
 }
 
 // A failed MPI call inside a collective: on a worker the communicator keeps it for ncclCommGetAsyncError().
-static inline cudaError_t nccl_mpi_failed(ncclComm_t comm, int code, CollectiveKind kind) {
-    char text[MPI_MAX_ERROR_STRING] = "";
+static inline cudaError_t nccl_mpi_failed(ncclComm_t comm, int code, CollectiveKind kind, const Purpose *purpose) {
+    char text[MPI_MAX_ERROR_STRING] = "", what[PURPOSE_TEXT];
     int length = 0;
     MPI_Error_string(code, text, &length);
     if (__atomic_load_n(&comm->async_error, __ATOMIC_ACQUIRE) == ncclSuccess) {
-        snprintf(comm->message, sizeof comm->message, "%s failed on rank %d of %d: %.180s", collective_name(kind),
-                 comm->rank, comm->ranks, text);
+        snprintf(comm->message, sizeof comm->message, "%s: %s failed on rank %d of %d: %.180s",
+                 purpose_text(purpose, what), collective_name(kind), comm->rank, comm->ranks, text);
         __atomic_store_n(&comm->async_error, ncclRemoteError, __ATOMIC_RELEASE);
     }
     return cudaErrorLaunchFailure;
@@ -158,8 +159,11 @@ static inline ncclResult_t nccl_open(ncclComm_t *opened, MPI_Comm mpi, int rank,
     comm->ranks = ranks;
     comm->mpi.comm = MPI_COMM_NULL;
     if (mpi != MPI_COMM_NULL) {
-        if (!mpi_exchange_open(&comm->mpi, mpi, rank, ranks) ||
-            (!shared_open(&comm->shared, mpi, rank, ranks) && !mpi_exchange_stage(&comm->mpi)))
+        comm->members = (int *)calloc((size_t)ranks, sizeof *comm->members);
+        if (comm->members == NULL) return nccl_fail(ncclSystemError, "no memory for the numbers of %d ranks", ranks);
+        MPI_Allgather(&peers_all()->rank, 1, MPI_INT, comm->members, 1, MPI_INT, mpi);
+        if (!mpi_exchange_open(&comm->mpi, mpi, comm->members, rank, ranks) ||
+            (!shared_open(&comm->shared, mpi, comm->members, rank, ranks) && !mpi_exchange_stage(&comm->mpi)))
             return nccl_fail(ncclSystemError, "no memory for a communicator of %d ranks", ranks);
         ++*nccl_mpi_users();
     }
@@ -194,6 +198,8 @@ static inline ncclResult_t ncclCommInitRank(ncclComm_t *comm, int ranks, ncclUni
                          ranks, world_rank, world_ranks);
     MPI_Comm mpi;
     if (MPI_Comm_dup(MPI_COMM_WORLD, &mpi) != MPI_SUCCESS) return nccl_fail(ncclSystemError, "MPI_Comm_dup failed");
+    if (peers_all()->ranks == 0 && !peers_open(mpi, rank, ranks))
+        return nccl_fail(ncclSystemError, "no memory for the names of %d hosts", ranks);
     return nccl_open(comm, mpi, rank, ranks);
 }
 
@@ -235,8 +241,12 @@ static inline ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     if (comm->mpi.comm != MPI_COMM_NULL) {
         shared_close(&comm->shared);
         mpi_exchange_close(&comm->mpi);
-        if (--*nccl_mpi_users() == 0) MPI_Finalize();
+        if (--*nccl_mpi_users() == 0) {
+            peers_close();
+            MPI_Finalize();
+        }
     }
+    free(comm->members);
     free(comm);
     return ncclSuccess;
 }
@@ -266,7 +276,7 @@ static inline cudaError_t nccl_execute(void *argument) {
     } else {
         code = mpi_exchange_collective(&comm->mpi, c);
     }
-    return code == MPI_SUCCESS ? cudaSuccess : nccl_mpi_failed(comm, code, c->kind);
+    return code == MPI_SUCCESS ? cudaSuccess : nccl_mpi_failed(comm, code, c->kind, &c->purpose);
 }
 
 // Puts work of a communicator into a stream, behind the communicator's earlier work in whatever stream that is.
@@ -310,6 +320,7 @@ static inline ncclResult_t nccl_collective(CollectiveKind kind, const void *send
     call.collective.count = count;
     call.collective.type = type;
     call.collective.op = op;
+    call.collective.purpose = *purpose_now();
     return nccl_submit(comm, stream, nccl_execute, &call, sizeof call);
 }
 
@@ -354,6 +365,7 @@ typedef struct {
     size_t bytes;
     int peer;
     bool done; // submitted
+    Purpose purpose;
 } NcclMessage;
 
 typedef struct {
@@ -370,13 +382,14 @@ static inline NcclGroup *nccl_group(void) {
 static inline cudaError_t nccl_execute_start(void *argument) {
     const NcclMessage *m = (const NcclMessage *)argument;
     int code = mpi_exchange_start(&m->comm->mpi, m->send, m->recv, m->bytes, m->peer, MPI_EXCHANGE_TAG_SEND_RECV);
-    return code == MPI_SUCCESS ? cudaSuccess : nccl_mpi_failed(m->comm, code, COLLECTIVE_SEND_RECV);
+    return code == MPI_SUCCESS ? cudaSuccess : nccl_mpi_failed(m->comm, code, COLLECTIVE_SEND_RECV, &m->purpose);
 }
 
 static inline cudaError_t nccl_execute_finish(void *argument) {
     const NcclCall *call = (const NcclCall *)argument;
     int code = mpi_exchange_finish(&call->comm->mpi, &call->collective);
-    return code == MPI_SUCCESS ? cudaSuccess : nccl_mpi_failed(call->comm, code, COLLECTIVE_SEND_RECV);
+    return code == MPI_SUCCESS ? cudaSuccess
+                               : nccl_mpi_failed(call->comm, code, COLLECTIVE_SEND_RECV, &call->collective.purpose);
 }
 
 // What a rank sends to itself is copied: the k-th send to the k-th receive. Returns whether there was a receive.
@@ -418,6 +431,7 @@ static inline ncclResult_t nccl_run_group(NcclGroup *group) {
         call.comm = m->comm;
         call.collective.kind = COLLECTIVE_SEND_RECV;
         call.collective.type = ncclUint8;
+        call.collective.purpose = m->purpose;
         for (int j = i; j < group->messages; j++) {
             if (group->message[j].comm != m->comm || group->message[j].done) continue;
             call.collective.count += group->message[j].bytes;
@@ -473,6 +487,7 @@ static inline ncclResult_t nccl_send_recv(const void *send, void *recv, size_t c
     m->recv = (char *)recv;
     m->bytes = count * size;
     m->peer = peer;
+    m->purpose = *purpose_now();
     return ncclGroupEnd();
 }
 

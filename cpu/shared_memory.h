@@ -8,26 +8,18 @@
 #ifndef CPU_SHARED_MEMORY_H
 #define CPU_SHARED_MEMORY_H
 
-// Without MPI's C++ interface.
-#define OMPI_SKIP_MPICXX 1
-#define MPICH_SKIP_MPICXX 1
-#include <errno.h>
-#include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
-#include <mpi.h>
 #include <sched.h>
 #include <stdint.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
-#include "collective.h"
+#include "peers.h"
 
 enum {
     SHARED_BUFFERS = 3,
-    SHARED_HEADER_BYTES = 4096,         // for SharedControl, so that slots start on a page
     SHARED_SLOT_BYTES = 1 << 20,        // of a rank's slot; a multiple of every element's size
     SHARED_SEGMENT_BYTES = 24 << 20,    // slots shrink rather than that a segment passes this:
     SHARED_SLOT_BYTES_LEAST = 16 << 10, // containers often have 64 MB in /dev/shm
@@ -35,16 +27,18 @@ enum {
 };
 
 typedef struct {
-    uint64_t token; // tells this segment from any other of the same name
+    uint64_t token; // segment.h
     char pad0[56];
     uint32_t arrived; // ranks at the barrier
     char pad1[60];
     uint32_t generation; // barriers passed
     char pad2[60];
+    uint32_t waits[1]; // of each rank that has had to wait at a barrier: the generation behind it
 } SharedControl;
 
 typedef struct {
     int rank, ranks;
+    const int *members; // (ranks), their ranks in the run
     int spins;
     size_t slot_bytes, mapped_bytes;
     SharedControl *control;
@@ -63,10 +57,9 @@ static inline void shared_close(SharedMemory *shared) {
     memset(shared, 0, sizeof *shared);
 }
 
-// Opens a segment for the ranks of `mpi`, which all call this. False, on all of them, if they are not on one node, or
-// if there is no room (then rank 0 of the program says so, once). Nothing keeps the segment's name once it is open, so
-// a killed run leaves nothing behind.
-static inline bool shared_open(SharedMemory *shared, MPI_Comm mpi, int rank, int ranks) {
+// Opens a segment for the ranks of `mpi`, which all call this; members: their ranks in the run. False, on all of them,
+// if they are not on one node, or if there is no room (then rank 0 of the program says so, once).
+static inline bool shared_open(SharedMemory *shared, MPI_Comm mpi, const int *members, int rank, int ranks) {
     memset(shared, 0, sizeof *shared);
     MPI_Comm node;
     int on_node = 0;
@@ -80,11 +73,13 @@ static inline bool shared_open(SharedMemory *shared, MPI_Comm mpi, int rank, int
 
     shared->rank = rank;
     shared->ranks = ranks;
+    shared->members = members;
     size_t slot = (size_t)SHARED_SEGMENT_BYTES / SHARED_BUFFERS / (size_t)ranks / 4096 * 4096;
     if (slot > SHARED_SLOT_BYTES) slot = SHARED_SLOT_BYTES;
     if (slot < SHARED_SLOT_BYTES_LEAST) slot = SHARED_SLOT_BYTES_LEAST;
     shared->slot_bytes = slot;
-    shared->mapped_bytes = SHARED_HEADER_BYTES + SHARED_BUFFERS * (size_t)ranks * slot;
+    const size_t header = (sizeof(SharedControl) + (size_t)ranks * sizeof(uint32_t) + 4095) / 4096 * 4096;
+    shared->mapped_bytes = header + SHARED_BUFFERS * (size_t)ranks * slot; // slots start on a page
     shared->inputs = (const void **)calloc((size_t)ranks, sizeof *shared->inputs);
     // Spinning pays only while every rank has a core to spin on. Ranks may be bound to a core each.
     cpu_set_t own, together;
@@ -93,39 +88,14 @@ static inline bool shared_open(SharedMemory *shared, MPI_Comm mpi, int rank, int
     MPI_Allreduce(&own, &together, (int)sizeof own, MPI_BYTE, MPI_BOR, mpi);
     shared->spins = CPU_COUNT(&together) >= ranks ? SHARED_SPINS : 1;
 
-    struct {
-        char name[56];
-        uint64_t token;
-        int error; // errno of rank 0
-    } offer;
-    memset(&offer, 0, sizeof offer);
-    int file = -1;
-    if (rank == 0) {
-        struct timespec time;
-        clock_gettime(CLOCK_REALTIME, &time);
-        offer.token = (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec + ((uint64_t)getpid() << 40);
-        snprintf(offer.name, sizeof offer.name, "/train_gpt.%d.%llx", (int)getpid(), (unsigned long long)offer.token);
-        file = shm_open(offer.name, O_CREAT | O_EXCL | O_RDWR, 0600);
-        // posix_fallocate, not ftruncate: a page without room behind it would kill whoever touches it.
-        offer.error = file < 0 ? errno : posix_fallocate(file, 0, (off_t)shared->mapped_bytes);
-    }
-    MPI_Bcast(&offer, (int)sizeof offer, MPI_BYTE, 0, mpi);
-    if (rank != 0 && offer.error == 0) file = shm_open(offer.name, O_RDWR, 0);
-    void *mapping = MAP_FAILED;
-    if (file >= 0 && offer.error == 0)
-        mapping = mmap(NULL, shared->mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file, 0);
-    if (file >= 0) close(file);
-    one = mapping != MAP_FAILED && shared->inputs != NULL;
-    if (mapping != MAP_FAILED) {
-        shared->control = (SharedControl *)mapping;
-        shared->slots = (char *)mapping + SHARED_HEADER_BYTES;
-        if (rank == 0) __atomic_store_n(&shared->control->token, offer.token, __ATOMIC_RELEASE);
-    }
-    MPI_Barrier(mpi);
-    if (one) one = __atomic_load_n(&shared->control->token, __ATOMIC_ACQUIRE) == offer.token;
+    int problem = 0;
+    shared->control = (SharedControl *)segment_open(mpi, shared->mapped_bytes, &problem);
+    one = shared->control != NULL && shared->inputs != NULL;
     MPI_Allreduce(&one, &all, 1, MPI_INT, MPI_MIN, mpi);
-    if (rank == 0 && offer.name[0] != '\0') shm_unlink(offer.name);
-    if (all) return true;
+    if (all) {
+        shared->slots = (char *)shared->control + header;
+        return true;
+    }
     static bool said = false;
     int world_rank = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &world_rank);
@@ -133,10 +103,21 @@ static inline bool shared_open(SharedMemory *shared, MPI_Comm mpi, int rank, int
         said = true;
         fprintf(stderr, "train_gpt: note: no shared memory for %d ranks (%.0f MB in /dev/shm: %s); using plain MPI\n",
                 ranks, (double)shared->mapped_bytes / 1e6,
-                offer.error != 0 ? strerror(offer.error) : "not shared by all of them");
+                problem != 0 ? strerror(problem) : "not shared by all of them");
     }
     shared_close(shared);
     return false;
+}
+
+// Says whom this rank waits for at a barrier: who has come is waiting, too.
+static inline void shared_look(const SharedMemory *shared, const Collective *collective, uint32_t generation,
+                               Patience *patience) {
+    PeerList missing;
+    memset(&missing, 0, sizeof missing);
+    for (int r = 0; r < shared->ranks; r++)
+        if (__atomic_load_n(&shared->control->waits[r], __ATOMIC_ACQUIRE) != generation + 1)
+            peer_list_add(&missing, shared->members[r]);
+    peers_look(collective, &missing, patience);
 }
 
 // Returns when all ranks have come. The last one wakes the others, who look for a moment and then sleep, so that ranks
@@ -154,10 +135,11 @@ static inline void shared_barrier(SharedMemory *shared, const Collective *collec
         if (__atomic_load_n(&control->generation, __ATOMIC_ACQUIRE) != generation) return;
         sched_yield();
     }
-    double begin = collective_now();
-    while (__atomic_load_n(&control->generation, __ATOMIC_ACQUIRE) == generation) {
-        collective_check_deadline(begin, collective, shared->rank, shared->ranks);
-        struct timespec pause = {0, 200000000};
+    Patience patience = patience_begin();
+    __atomic_store_n(&control->waits[shared->rank], generation + 1, __ATOMIC_RELEASE);
+    for (int looks = 0; __atomic_load_n(&control->generation, __ATOMIC_ACQUIRE) == generation; looks++) {
+        if (looks > 0) shared_look(shared, collective, generation, &patience);
+        struct timespec pause = {0, PEERS_LOOK_MS * 1000000L};
         syscall(SYS_futex, &control->generation, FUTEX_WAIT, generation, &pause, NULL, 0);
     }
 }

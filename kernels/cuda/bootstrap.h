@@ -16,6 +16,7 @@
 #include "place.h"
 #include "rendezvous.h"
 #include "spawn.h"
+#include "watchdog.h"
 
 // The ways of the ranks to one another.
 typedef struct {
@@ -146,6 +147,7 @@ static inline void bootstrap_meet(const Place *place, double timeout, const Erro
     Error found = {""};
     MeetingPoint point;
     if (self->mpi) {
+        watchdog_begin("has not met the other ranks", timeout); // MPI itself waits for ever
         bootstrap_mpi_open(rank, world_size);
     } else {
         if (!meeting_point(place, &point, &found)) die_input(&found);

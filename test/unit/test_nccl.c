@@ -2,7 +2,8 @@
 // from OpenMPI's variables. Every collective is checked on every rank, through shared memory and through MPI, on the
 // calling thread and on a worker.
 //
-// With the argument "stall" the last rank stays away from a collective, and the others have to end with exit code 1.
+// With the arguments "stall collective" or "stall message", and three ranks, the last one stays away, and the others
+// have to end with exit code 1 and say so (test_faults.py).
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -202,17 +203,22 @@ static void waiting_has_a_deadline(void **state) {
     assert_true(child >= 0);
     if (child == 0) {
         dup2(ends[1], STDERR_FILENO);
-        SharedControl control;
+        enum { RANKS = 12 };
+        static uint32_t memory[1024];
+        static const int members[RANKS] = {4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         SharedMemory shared;
-        memset(&control, 0, sizeof control);
         memset(&shared, 0, sizeof shared);
-        shared.ranks = 2;
-        shared.control = &control;
+        shared.rank = 1;
+        shared.ranks = RANKS;
+        shared.members = members;
+        shared.control = (SharedControl *)memory;
+        shared.control->waits[3] = 1; // has come, too
         Collective collective;
         memset(&collective, 0, sizeof collective);
         collective.kind = COLLECTIVE_REDUCE_SCATTER;
         collective.count = 10;
         collective.type = ncclFloat32;
+        collective.purpose = (Purpose){"block 3", "step", 17};
         cpu_nccl_set_timeout(0.1);
         shared_barrier(&shared, &collective);
         _exit(0);
@@ -226,8 +232,8 @@ static void waiting_has_a_deadline(void **state) {
     assert_true(length > 0);
     assert_true(WIFEXITED(status));
     assert_int_equal(WEXITSTATUS(status), 1);
-    assert_non_null(strstr(text, "reduce-scatter of 40 bytes"));
-    assert_non_null(strstr(text, "rank 0"));
+    assert_non_null(strstr(text, "block 3, step 17: reduce-scatter of 40 bytes: waited 0 s for rank 4, rank 6, rank 8, "
+                                 "rank 9, rank 10, rank 11, rank 12, rank 13 and 2 more ("));
     assert_ptr_equal(strchr(text, '\n'), text + strlen(text) - 1); // one line
 }
 
@@ -628,13 +634,31 @@ static void the_world_closes(void **state) {
     if (ranks > 1) assert_int_equal(ncclCommInitRank(&world, ranks, id, rank), ncclInvalidUsage);
 }
 
-// The last rank sleeps past the deadline; the others have to be gone by then.
-static int stall(void) {
-    cpu_nccl_set_timeout(1);
-    if (ncclCommInitRank(&world, ranks, id, rank) != ncclSuccess) return 3;
+// Three ranks in a row: the first waits for the second, who waits for the third, who sleeps past the deadline. The
+// others have to be gone by then, and say that it is the third, though the first rank's time is over first. how:
+// "collective" or "message".
+static int stall(const char *how) {
+    ncclComm_t pair, unused;
     float x = 1;
-    if (rank == ranks - 1) sleep(20);
-    ncclAllReduce(&x, &x, 1, ncclFloat32, ncclSum, world, worker);
+    const bool message = strcmp(how, "message") == 0;
+    cpu_nccl_set_timeout(3);
+    if (ncclCommInitRank(&world, ranks, id, rank) != ncclSuccess) return 3;
+    if (ncclCommSplit(world, rank < 2 ? 0 : 1, rank, &pair, NULL) != ncclSuccess) return 3;
+    if (ncclCommSplit(world, rank > 0 ? 0 : 1, rank, rank == 1 ? &pair : &unused, NULL) != ncclSuccess) return 3;
+    purpose_now()->phase = "step";
+    purpose_now()->step = 5;
+    if (rank == 0) {
+        purpose_now()->what = "the first pair";
+    } else if (rank == 1) {
+        purpose_now()->what = "the second pair";
+        usleep(700000);
+    } else {
+        sleep(20);
+    }
+    if (message)
+        ncclRecv(&x, 1, ncclFloat32, 1, pair, worker);
+    else
+        ncclAllReduce(&x, &x, 1, ncclFloat32, ncclSum, pair, worker);
     cudaStreamSynchronize(worker);
     return 4;
 }
@@ -647,7 +671,7 @@ int main(int argc, char **argv) {
     cpu_nccl_set_timeout(60);                                             // a rank that fails leaves the others waiting
     ncclGetUniqueId(&id);
     cudaStreamCreateWithFlags(&worker, cudaStreamNonBlocking);
-    if (argc > 1 && strcmp(argv[1], "stall") == 0) return stall();
+    if (argc > 1 && strcmp(argv[1], "stall") == 0) return stall(argc > 2 ? argv[2] : "");
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(one_rank_needs_no_mpi),
         cmocka_unit_test(waiting_has_a_deadline),
