@@ -586,6 +586,14 @@ def test_what_an_export_may_replace(saved, tmp_path):
     assert (tmp_path / "model.bin").read_bytes() == whole and not source.exists()
 
 
+def test_latest_of_another_program(saved, tmp_path):
+    """A Hugging Face model with a file latest, such as DeepSpeed's, is no log directory."""
+    export("--export", tmp_path / "hf", "--from", saved("zero3x3").log_dir)
+    (tmp_path / "hf/latest").write_text("global_step500\n")
+    export("--export", tmp_path / "again", "--from", tmp_path / "hf")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
+
+
 def test_a_failing_export(saved, tmp_path):
     """A disk that is full: exit code 1, the file named, nothing left but what was there."""
     good = saved("zero3x3").log_dir
