@@ -169,8 +169,12 @@ static inline bool checkpoint_weights_has(const char *directory, const char *nam
     return there;
 }
 
-// A checkpoint, or a log directory, also one without any checkpoint.
+// A checkpoint, or a log directory, also one without any checkpoint. Other programs too write a file latest beside a
+// Hugging Face model (DeepSpeed does), which is none of ours.
 static inline bool checkpoint_weights_recognises(const char *path) {
+    if (checkpoint_weights_has(path, "model.safetensors") ||
+        checkpoint_weights_has(path, "model.safetensors.index.json"))
+        return false;
     return checkpoint_weights_has(path, "manifest.json") || checkpoint_weights_has(path, "latest") ||
            checkpoint_weights_has(path, "metrics.jsonl");
 }

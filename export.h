@@ -54,8 +54,8 @@ static inline int export_run(const Config *config) {
     Weights weights;
     const char *directory = config->export_directory, *file = config->export_llmc; // "": not asked for
     if (!export_check(config, &error) || (directory[0] != '\0' && !huggingface_may_replace(directory, &error)) ||
-        (file[0] != '\0' && !llmc_may_replace(file, &error)) || !weights_open(&weights, config->from, &error) ||
-        !weights_verify(&weights, 0, 1, &error))
+        (file[0] != '\0' && !llmc_may_replace(file, config->from, &error)) ||
+        !weights_open(&weights, config->from, &error) || !weights_verify(&weights, 0, 1, &error))
         die_input(&error);
     const FloatType type = strcmp(config->export_dtype, "fp32") == 0   ? FLOAT_F32
                            : strcmp(config->export_dtype, "bf16") == 0 ? FLOAT_BF16

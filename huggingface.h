@@ -493,25 +493,45 @@ static inline bool huggingface_write_config(const char *path, const ModelShape *
     return output_finish(&file, error) && ok;
 }
 
-// Whether a directory may be exported to: there is none, it is empty, or it holds an export, or what one that was
-// interrupted has left.
+// Whether a config.json is that of a GPT-2.
+static inline bool huggingface_is_gpt2(const char *directory) {
+    Error unread = {""};
+    char *path = path_join(directory, "/", "config.json");
+    cJSON *config = json_read_file(path, &unread);
+    const cJSON *type = cJSON_GetObjectItemCaseSensitive(config, "model_type");
+    const bool is_gpt2 = cJSON_IsString(type) && strcmp(type->valuestring, "gpt2") == 0;
+    cJSON_Delete(config);
+    free(path);
+    return is_gpt2;
+}
+
+// Whether a directory may be exported to: there is none, it is empty, or it holds a GPT-2, or what an export that was
+// interrupted has left: model.safetensors gets its name before config.json does.
 static inline bool huggingface_may_replace(const char *directory, Error *error) {
-    static const char *const own[] = {"config.json", "model.safetensors", "config.json.tmp", "model.safetensors.tmp"};
+    enum { CONFIG, WEIGHTS, CONFIG_NEW, WEIGHTS_NEW, OWN };
+    static const char *const own[OWN] = {"config.json", "model.safetensors", "config.json.tmp",
+                                         "model.safetensors.tmp"};
     DIR *list = opendir(directory);
     if (list == NULL)
         return errno == ENOENT || error_set(error, "%s: cannot be exported to: %s", directory, strerror(errno));
     char other[JSON_NAME_SHOWN] = "";
-    bool has[4] = {false, false, false, false};
+    bool has[OWN] = {false, false, false, false};
     for (const struct dirent *entry; (entry = readdir(list)) != NULL;) {
         bool known = strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0;
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < OWN; i++)
             if (strcmp(entry->d_name, own[i]) == 0) known = has[i] = true;
         if (!known) snprintf(other, sizeof other, "%.*s", (int)JSON_NAME_SHOWN - 1, entry->d_name);
     }
     closedir(list);
-    return other[0] == '\0' || (has[0] && has[1]) ||
+    const bool whole = has[CONFIG] && has[WEIGHTS] && huggingface_is_gpt2(directory);
+    const char *foreign = whole                              ? ""
+                          : other[0] != '\0'                 ? other
+                          : has[CONFIG]                      ? own[CONFIG]
+                          : has[WEIGHTS] && !has[CONFIG_NEW] ? own[WEIGHTS]
+                                                             : "";
+    return foreign[0] == '\0' ||
            error_set(error, "%s: holds %s and no export: it is not overwritten; name an empty directory, or a new one",
-                     directory, other);
+                     directory, foreign);
 }
 
 // Writes a model as a Hugging Face directory, in fp32, bf16 or fp16; makes the directory if there is none. Each file

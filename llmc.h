@@ -130,17 +130,32 @@ static inline bool llmc_write_tensor(OutputFile *file, const Tensor *tensor, Flo
     return true;
 }
 
-// Whether a path may be exported to: nothing is there, or a model of llm.c.
-static inline bool llmc_may_replace(const char *path, Error *error) {
+// Whether a file may be replaced: nothing is there, or a model of llm.c, or the beginning of one that was interrupted.
+static inline bool llmc_is_ours(const char *path, bool may_be_empty, Error *error) {
     struct stat status;
-    if (stat(path, &status) != 0) return true;
+    if (lstat(path, &status) != 0) return true;
     InputFile file;
     int32_t magic = 0;
     Error unread = {""};
-    const bool ok =
-        input_open(&file, path, &unread) && input_read(&file, &magic, sizeof magic, 0, &unread) && magic == LLMC_MAGIC;
+    bool ok = input_open(&file, path, &unread);
+    if (ok && !(may_be_empty && file.bytes == 0))
+        ok = input_read(&file, &magic, sizeof magic, 0, &unread) && magic == LLMC_MAGIC;
     input_close(&file);
     return ok || error_set(error, "%s: is there and no llm.c model: it is not overwritten; name another file", path);
+}
+
+// Whether a path may be exported to, from `from`: what is written first stands in PATH.tmp, which must not be the
+// source, nor something of somebody's own.
+static inline bool llmc_may_replace(const char *path, const char *from, Error *error) {
+    struct stat source, target;
+    char *temporary = path_join(path, ".", "tmp");
+    bool ok = llmc_is_ours(path, false, error) && llmc_is_ours(temporary, true, error);
+    if (ok && stat(from, &source) == 0 && stat(temporary, &target) == 0 && source.st_dev == target.st_dev &&
+        source.st_ino == target.st_ino)
+        ok = error_set(error, "%s: is where %s is written first: it cannot be its source; name another file", from,
+                       path);
+    free(temporary);
+    return ok;
 }
 
 // Writes a model as an llm.c file, in fp32 or bf16 (the format has no other). The file appears only when complete.

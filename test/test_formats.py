@@ -564,6 +564,36 @@ def test_errors(saved, texts, hellaswag, tmp_path):
         assert after == before, f"{arguments}: wrote something"
 
 
+def test_what_an_export_may_replace(saved, tmp_path):
+    """Neither somebody's file nor another kind of model, and never its own source."""
+    good = saved("zero3x3").log_dir
+    strangers = {"run/config.json": '{"model": {"n_layer": 2}}', "llama/config.json": '{"model_type": "llama"}',
+                 "llama/model.safetensors": "theirs", "alone/model.safetensors": "theirs", "notes.bin.tmp": "notes"}
+    for name, text in strangers.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for arguments in (["--export", tmp_path / "run"], ["--export", tmp_path / "llama"],
+                      ["--export", tmp_path / "alone"], ["--export-llmc", tmp_path / "notes.bin"]):
+        assert "not overwritten" in export(*arguments, "--from", good, expect=2)
+    assert {name: (tmp_path / name).read_text() for name in strangers} == strangers
+    export("--export-llmc", tmp_path / "whole.bin", "--from", good)
+    whole = (tmp_path / "whole.bin").read_bytes()
+    source = tmp_path / "model.bin.tmp"
+    source.write_bytes(whole)
+    assert "cannot be its source" in export("--export-llmc", tmp_path / "model.bin", "--from", source, expect=2)
+    assert source.read_bytes() == whole and not (tmp_path / "model.bin").exists()
+    export("--export-llmc", tmp_path / "model.bin", "--from", good)  # what an interrupted export has left gives way
+    assert (tmp_path / "model.bin").read_bytes() == whole and not source.exists()
+
+
+def test_latest_of_another_program(saved, tmp_path):
+    """A Hugging Face model with a file latest, such as DeepSpeed's, is no log directory."""
+    export("--export", tmp_path / "hf", "--from", saved("zero3x3").log_dir)
+    (tmp_path / "hf/latest").write_text("global_step500\n")
+    export("--export", tmp_path / "again", "--from", tmp_path / "hf")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
+
+
 def test_a_failing_export(saved, tmp_path):
     """A disk that is full: exit code 1, the file named, nothing left but what was there."""
     good = saved("zero3x3").log_dir

@@ -294,17 +294,25 @@ static void test_what_is_replaced(void **state) {
     assert_true(huggingface_may_replace(scratch("new"), &error));
     scratch_write("new/model.safetensors.tmp", "x", 1);
     assert_true(huggingface_may_replace(scratch("new"), &error));
-    scratch_write("new/config.json", "{}", 2);
+    scratch_write("new/config.json.tmp", "x", 1);
+    scratch_write("new/model.safetensors", "x", 1); // interrupted between the names of the two
     assert_true(huggingface_may_replace(scratch("new"), &error));
-    scratch_write("new/notes.txt", "x", 1); // a log directory, say
+    scratch_write("new/config.json", "{\"model_type\": \"gpt2\"}", 22);
+    assert_true(huggingface_may_replace(scratch("new"), &error));
+    scratch_write("new/notes.txt", "x", 1); // beside a model
+    assert_true(huggingface_may_replace(scratch("new"), &error));
+    scratch_write("new/config.json", "{\"model_type\": \"llama\"}", 23);
     expect_kept(huggingface_may_replace(scratch("new"), &error), &error, "new: holds notes.txt and no export");
-    scratch_write("new/model.safetensors", "x", 1);
-    assert_true(huggingface_may_replace(scratch("new"), &error));
+    mkdir(scratch("alone"), 0755);
+    scratch_write("alone/config.json", "{}", 2); // a run's configuration, say
+    expect_kept(huggingface_may_replace(scratch("alone"), &error), &error, "alone: holds config.json and no export");
     expect_kept(huggingface_may_replace(scratch("new/notes.txt"), &error), &error, "cannot be exported to");
-    assert_true(llmc_may_replace(scratch("model.bin"), &error));
-    assert_true(llmc_may_replace(GOLDEN "bf16.bin", &error));
-    expect_kept(llmc_may_replace(scratch("new/notes.txt"), &error), &error, "notes.txt: is there and no llm.c model");
-    expect_kept(llmc_may_replace(scratch("new"), &error), &error, "new: is there and no llm.c model");
+    assert_true(llmc_may_replace(scratch("model.bin"), GOLDEN "bf16.bin", &error));
+    assert_true(llmc_may_replace(GOLDEN "bf16.bin", GOLDEN "bf16.bin", &error));
+    expect_kept(llmc_may_replace(scratch("new/notes.txt"), GOLDEN "bf16.bin", &error), &error,
+                "notes.txt: is there and no llm.c model");
+    expect_kept(llmc_may_replace(scratch("new"), GOLDEN "bf16.bin", &error), &error,
+                "new: is there and no llm.c model");
 }
 
 // A value for every element of every tensor; exact in bf16.
