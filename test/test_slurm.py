@@ -353,8 +353,11 @@ def test_a_run_goes_on_after_a_node_was_lost(start, config, undisturbed, tmp_pat
     daemon, = cluster.processes(f"slurmd\0-D\0-c\0-N\0{node}\0")
     network = os.readlink(f"/proc/{daemon}/ns/net")
     for pid in cluster.processes():
-        if os.readlink(f"/proc/{pid}/ns/net") == network:
-            os.kill(pid, signal.SIGKILL)
+        try:
+            if os.readlink(f"/proc/{pid}/ns/net") == network:
+                os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass  # it has ended
     job = cluster.wait(number, output)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0") and int(job["Restarts"]) >= 1, text_of(output)
     assert node not in cluster.run("scontrol", "show", "hostnames", job["NodeList"]).split()
