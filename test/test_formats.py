@@ -3,6 +3,7 @@
 The models in test/golden/hf were written by transformers (dev/make_hf_goldens.py); test_logits, a unit test, is held to
 PyTorch's logits there and prints logits of any weights.
 """
+import fcntl
 import json
 import math
 import random
@@ -550,6 +551,17 @@ def test_errors(saved, texts, hellaswag, tmp_path):
         (["--export", good, "--from", good], ["saved", "no export", "not overwritten"]),
         (["--export-llmc", texts / "train.txt", "--from", good], ["train.txt", "not overwritten"]),
         (["--export-llmc", tmp_path / "out.bin", "--export-dtype", "fp16", "--from", good], ["export_dtype", "fp16"]),
+        # The target comes before the source, which is damaged.
+        (["--export", tmp_path / "no/where", "--from", damaged], ["no/where", "cannot be made"]),
+        (["--export-llmc", tmp_path / "no/out.bin", "--from", damaged], ["no/out.bin", "No such file"]),
+        (["--export-llmc", f"{notes}/", "--from", damaged], ["--export-llmc", "notes/", "slash"]),
+        (["--export", f"{tmp_path}/out//", "--export-llmc", tmp_path / "out", "--from", good], ["--export-llmc", "out"]),
+        (["--export", tmp_path / "out", "--export-llmc", tmp_path / "out.bin", "--from", damaged],
+         ["rank_00001.safetensors", "checksum"]),
+        (["--export", tmp_path / "out", "--from", good, "--plan"], ["--plan", "export"]),
+        (["--export", tmp_path / "out", "--from", good, "--eval-only"], ["--eval-only", "export"]),
+        (["--export-llmc", tmp_path / "out.bin", "--from", good, "--init-from", good], ["--init-from", "--from"]),
+        (["--export", tmp_path / "out", "--from", good, "--resume", "auto"], ["resume", "--from"]),
     ]
     before = {path: path.stat().st_mtime_ns for folder in (tmp_path, good) for path in folder.rglob("*")}
     for arguments, parts in cases:
@@ -584,6 +596,38 @@ def test_what_an_export_may_replace(saved, tmp_path):
     assert source.read_bytes() == whole and not (tmp_path / "model.bin").exists()
     export("--export-llmc", tmp_path / "model.bin", "--from", good)  # what an interrupted export has left gives way
     assert (tmp_path / "model.bin").read_bytes() == whole and not source.exists()
+
+
+def test_exports_at_once(saved, tmp_path):
+    """Of exports to one target at once one writes, and the others are refused: what appears is a whole one."""
+    sources = [saved("zero3x3").log_dir / name for name in ("step_00000010", "step_00000005")]
+    models = []
+    for i, source in enumerate(sources):
+        export("--export", tmp_path / f"hf{i}", "--export-llmc", tmp_path / f"{i}.bin", "--from", source)
+        models.append(((tmp_path / f"hf{i}/model.safetensors").read_bytes(), (tmp_path / f"{i}.bin").read_bytes()))
+    assert models[0][0] != models[1][0]
+    targets = ["--export", tmp_path / "hf", "--export-llmc", tmp_path / "model.bin"]
+    for _ in range(5):
+        running = [subprocess.Popen([ROOT / "train_gpt", *targets, "--from", sources[i % 2]], env=environment(),
+                                    stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for i in range(6)]
+        ended = [(process.communicate(timeout=120)[1], process.returncode) for process in running]
+        assert all(code == 0 or (code == 2 and str(tmp_path) in error) for error, code in ended), ended
+        assert any(code == 0 for _, code in ended)
+        written = (tmp_path / "hf/model.safetensors").read_bytes(), (tmp_path / "model.bin").read_bytes()
+        assert written[0] in (models[0][0], models[1][0]) and written[1] in (models[0][1], models[1][1])
+        assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
+        assert not (tmp_path / "model.bin.tmp").exists()
+    for target, temporary in (("hf", "hf/config.json.tmp"), ("model.bin", "model.bin.tmp")):
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        with open(tmp_path / temporary, "w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            option = "--export" if target == "hf" else "--export-llmc"
+            refused = export(option, tmp_path / target, "--from", sources[0], expect=2)
+            assert str(tmp_path / target) in refused and "by another process" in refused, refused
+            assert (tmp_path / temporary).exists()
+        (tmp_path / temporary).unlink()
+        assert {**before, tmp_path / "hf": 0} == {**{path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")},
+                                                  tmp_path / "hf": 0}
 
 
 def test_latest_of_another_program(saved, tmp_path):
