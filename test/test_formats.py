@@ -6,6 +6,7 @@ PyTorch's logits there and prints logits of any weights.
 import fcntl
 import json
 import math
+import os
 import random
 import shutil
 import struct
@@ -369,6 +370,22 @@ def test_evaluation_only(grid, train, saved, tmp_path):
     assert other.summary["params_hash"] == run.summary["params_hash"]
 
 
+def test_evaluation_beside_a_log(train, saved, tmp_path):
+    """An evaluation leaves the log of a run that trained without checkpoints, and replaces that of another evaluation."""
+    weights = saved("ddp").log_dir
+    trained = train(tmp_path / "trained", steps=2, **SHAPE)
+    before = tree(trained.log_dir)
+    for _ in range(2):
+        train(trained.log_dir, eval_only=True, init_from=weights, val_steps=2, train_data=None)
+        after = tree(trained.log_dir)
+        assert {path: after[path] for path in before} == before
+        assert sorted({path.parts[0] for path in set(after) - set(before)}) == ["eval"]
+        assert len((trained.log_dir / "eval/metrics.jsonl").read_text().splitlines()) == 1
+    for _ in range(2):
+        evaluated = train(tmp_path / "evaluated", eval_only=True, init_from=weights, val_steps=2, train_data=None)
+        assert len(evaluated.metrics) == 1 and not (evaluated.log_dir / "eval").exists()
+
+
 def make_hellaswag(path, count, vocabulary, longest, seed=8):
     """A file in llm.c's form of made-up examples: [(label, context, four completions)]."""
     draw = random.Random(seed)
@@ -628,6 +645,53 @@ def test_exports_at_once(saved, tmp_path):
         (tmp_path / temporary).unlink()
         assert {**before, tmp_path / "hf": 0} == {**{path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")},
                                                   tmp_path / "hf": 0}
+
+
+def test_latest_is_not_needed(saved, tmp_path):
+    """The newest checkpoint with a manifest stands for a log directory whose latest is missing, or names none."""
+    good, log_dir = saved("zero3x3").log_dir, tmp_path / "log"
+    shutil.copytree(good, log_dir)
+    for step in (5, 10):
+        export("--export", tmp_path / f"hf{step}", "--from", good / f"step_{step:08d}")
+
+    def expect(step, name):
+        export("--export", tmp_path / name, "--from", log_dir)
+        same_files(tmp_path / name, tmp_path / f"hf{step}")
+
+    (log_dir / "latest").write_text("step_00000005\n")
+    expect(5, "named")
+    (log_dir / "latest").write_text("step_00000099\n")
+    expect(10, "gone")
+    (log_dir / "latest").unlink()
+    expect(10, "none")
+    (log_dir / "metrics.jsonl").unlink()
+    (log_dir / "step_00000010/manifest.json").unlink()
+    expect(5, "no manifest")
+    shutil.rmtree(log_dir / "step_00000005")
+    (log_dir / "latest").write_text("step_00000099\n")
+    assert "step_00000099" in export("--export", tmp_path / "nothing", "--from", log_dir, expect=2)
+
+
+def test_manifest_without_files(saved, texts, tmp_path):
+    """A manifest of a huge model takes no memory, and its missing files are named, not what it would need."""
+    manifest = json.loads((saved("ddp").log_dir / "step_00000010/manifest.json").read_text())
+    manifest["model"].update(n_layer=1000, n_head=1024, n_embd=65536)
+    manifest["grid"].update(tensor_parallel=1024, data_parallel=1, pipeline_parallel=1, shard_group=1)
+    manifest["files"] = manifest["files"][:1] * 1024
+    huge = tmp_path / "huge"
+    huge.mkdir()
+    (huge / "manifest.json").write_text(json.dumps(manifest))
+    evaluation = ["--eval-only", "--val-data", texts / "val.txt"]
+    for arguments in (["--export", tmp_path / "out", "--from", huge], evaluation + ["--resume", huge],
+                      evaluation + ["--init-from", huge]):
+        with open(tmp_path / "error", "w") as error:
+            process = subprocess.Popen([ROOT / "train_gpt", *map(str, arguments)], env=environment(),
+                                       stdout=subprocess.DEVNULL, stderr=error)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 2 and "rank_00000.safetensors" in (tmp_path / "error").read_text()
+        assert usage.ru_maxrss < 400_000  # KB; the program and its libraries take a small part of it
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["error", "huge"]
 
 
 def test_latest_of_another_program(saved, tmp_path):
