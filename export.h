@@ -99,6 +99,10 @@ static inline bool export_check(const Config *config, Error *error) {
     if (file_length > 0 && file_length == directory_length && memcmp(file, directory, file_length) == 0)
         return config_error(config, CONFIG_export_llmc, error,
                             "%.200s: is the directory of --export too, another name is needed", file);
+    const char *slash = strrchr(file, '/');
+    if (directory_length > 0 && strcmp(slash != NULL ? slash + 1 : file, "model.safetensors") == 0)
+        return config_error(config, CONFIG_export_llmc, error,
+                            "%.200s: is the name of a file of --export, another name is needed", file);
     return true;
 }
 

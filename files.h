@@ -159,17 +159,16 @@ static inline int file_claim(const char *temporary, const char *target, Error *e
             return -1;
         }
         struct stat held, named;
-        const bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0;
-        if (!locked && errno == EWOULDBLOCK)
+        // Other errors: a file system without locks.
+        const bool held_elsewhere = flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+        if (held_elsewhere)
             error_set(error, "%s: is being written by another process; wait for it, or name another", target);
-        else if (!locked)
-            error_set(error, "%s: cannot be locked: %s", temporary, strerror(errno));
         // Between open and flock another may have finished, and renamed the file away.
         else if (fstat(fd, &held) == 0 && stat(temporary, &named) == 0 && held.st_dev == named.st_dev &&
                  held.st_ino == named.st_ino)
             return fd;
         close(fd);
-        if (!locked) return -1;
+        if (held_elsewhere) return -1;
     }
 }
 
