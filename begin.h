@@ -25,6 +25,16 @@ static inline void config_take_shape(Config *config, const ModelShape *shape) {
         if (config->sources[ids[i]] == FROM_DEFAULT) *fields[i] = values[i];
 }
 
+// The shape of a checkpoint that is named. Its files come first: without them a manifest may say anything.
+static inline bool begin_named_shape(const char *directory, ModelShape *shape, Error *error) {
+    Manifest manifest;
+    if (!manifest_read(&manifest, directory, error)) return false;
+    const bool ok = manifest_check_files(&manifest, directory, error);
+    *shape = manifest.shape;
+    manifest_free(&manifest);
+    return ok;
+}
+
 // The shape of the newest checkpoint of log_dir whose manifest can be read. *count: of all that there are.
 static inline bool begin_newest_shape(const Config *config, int *count, ModelShape *shape) {
     uint64_t *steps = list_steps(config->log_dir, count);
@@ -47,7 +57,7 @@ static inline bool begin_take_shape(Config *config, Error *error) {
     ModelShape shape;
     int count = 0;
     const bool newest = strcmp(config->resume, "auto") == 0, never = strcmp(config->resume, "never") == 0;
-    if (!newest && !never && !manifest_read_shape(config->resume, &shape, error)) return false;
+    if (!newest && !never && !begin_named_shape(config->resume, &shape, error)) return false;
     const bool found = newest ? begin_newest_shape(config, &count, &shape) : !never;
     if (found) config_take_shape(config, &shape);
     if (found || count > 0 || config->init_from[0] == '\0') return true;

@@ -15,7 +15,7 @@
 typedef struct {
     const char *path;
     const Manifest *manifest;
-    Layout *layouts;    // by pipeline and tensor rank of the run that wrote it
+    Layout *layouts;    // by pipeline and tensor rank of the run that wrote it; units NULL until it is needed
     Safetensors *files; // by rank
     bool *open;         // those that have been needed so far
     float *values;      // of a file's part of a unit
@@ -32,11 +32,6 @@ static inline void checkpoint_files_open(CheckpointFiles *all, const char *path,
     all->open = (bool *)calloc((size_t)manifest->n_files, sizeof(bool));
     all->layouts = (Layout *)calloc((size_t)(grid->pipeline * grid->tensor), sizeof(Layout));
     if (all->files == NULL || all->open == NULL || all->layouts == NULL) die("no memory for the files of %s", path);
-    for (int p = 0; p < grid->pipeline; p++)
-        for (int t = 0; t < grid->tensor; t++) {
-            const LayoutCut cut = {grid->data, grid->tensor, t, grid->pipeline, manifest->pipeline_chunks, p};
-            layout_init(&all->layouts[p * grid->tensor + t], &manifest->shape, &cut);
-        }
     struct rlimit files; // all of them may be open at once
     if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
         files.rlim_cur = files.rlim_max;
@@ -121,7 +116,13 @@ static inline bool checkpoint_read(CheckpointFiles *all, const Unit *unit, Held 
     while (unit_next_piece(unit, held.first, held.first + held.count, &cursor, &piece)) expected += piece.count;
     for (int r = 0; r < m->n_files && found < expected; r++) {
         const int stage = r / m->grid.tensor / m->grid.data;
-        const Layout *layout = &all->layouts[stage * m->grid.tensor + r % m->grid.tensor];
+        const int tensor_rank = r % m->grid.tensor;
+        Layout *layout = &all->layouts[stage * m->grid.tensor + tensor_rank];
+        if (layout->units == NULL) {
+            const LayoutCut cut = {m->grid.data,     m->grid.tensor,     tensor_rank,
+                                   m->grid.pipeline, m->pipeline_chunks, stage};
+            layout_init(layout, &m->shape, &cut);
+        }
         const Unit *from = NULL;
         for (int u = 0; u < layout->n_units && from == NULL; u++)
             if (layout->units[u].tensors[0].id == unit->tensors[0].id) from = &layout->units[u];
@@ -169,24 +170,48 @@ static inline bool checkpoint_weights_has(const char *directory, const char *nam
     return there;
 }
 
+// The newest directory of a checkpoint that has a manifest, to be freed; NULL: there is none.
+static inline char *checkpoint_weights_newest(const char *path) {
+    int count = 0;
+    uint64_t *steps = list_steps(path, &count);
+    char *directory = NULL;
+    for (int i = 0; i < count && directory == NULL; i++) {
+        char name[STEP_NAME];
+        step_name(steps[i], "", name);
+        directory = path_join(path, "/", name);
+        if (checkpoint_weights_has(directory, "manifest.json")) break;
+        free(directory);
+        directory = NULL;
+    }
+    free(steps);
+    return directory;
+}
+
 // A checkpoint, or a log directory, also one without any checkpoint. Other programs too write a file latest beside a
 // Hugging Face model (DeepSpeed does), which is none of ours.
 static inline bool checkpoint_weights_recognises(const char *path) {
     if (checkpoint_weights_has(path, "model.safetensors") ||
         checkpoint_weights_has(path, "model.safetensors.index.json"))
         return false;
-    return checkpoint_weights_has(path, "manifest.json") || checkpoint_weights_has(path, "latest") ||
-           checkpoint_weights_has(path, "metrics.jsonl");
+    if (checkpoint_weights_has(path, "manifest.json") || checkpoint_weights_has(path, "latest") ||
+        checkpoint_weights_has(path, "metrics.jsonl"))
+        return true;
+    char *newest = checkpoint_weights_newest(path);
+    free(newest);
+    return newest != NULL;
 }
 
-// The directory of the checkpoint at a path, to be freed; NULL where a log directory names none.
+// The directory of the checkpoint at a path, to be freed; NULL where a log directory has none. In a log directory it is
+// the one that latest names; the newest, where there is no such file, or what it names is gone.
 static inline char *checkpoint_weights_directory(const char *path, Error *error) {
     if (checkpoint_weights_has(path, "manifest.json")) return path_join(path, "", "");
+    char *directory = NULL;
     if (!checkpoint_weights_has(path, "latest")) {
-        error_set(error, "%s: is a log directory without a checkpoint: it has no file latest", path);
-        return NULL;
+        directory = checkpoint_weights_newest(path);
+        if (directory == NULL) error_set(error, "%s: is a log directory without a checkpoint", path);
+        return directory;
     }
-    char *latest = path_join(path, "/", "latest"), *directory = NULL, name[STEP_NAME] = "";
+    char *latest = path_join(path, "/", "latest"), name[STEP_NAME] = "";
     InputFile file;
     uint64_t step = 0;
     if (input_open(&file, latest, error)) {
@@ -201,6 +226,13 @@ static inline char *checkpoint_weights_directory(const char *path, Error *error)
     }
     input_close(&file);
     free(latest);
+    if (directory != NULL && !checkpoint_weights_has(directory, "manifest.json")) {
+        char *newest = checkpoint_weights_newest(path);
+        if (newest != NULL) { // otherwise what latest names is told to be missing
+            free(directory);
+            directory = newest;
+        }
+    }
     return directory;
 }
 
@@ -213,7 +245,10 @@ static inline bool checkpoint_weights_open(Weights *weights, Error *error) {
     cp->window = (float *)malloc(cp->window_limit * sizeof(float));
     if (cp->window == NULL) die("no memory to read %s", weights->path);
     cp->directory = checkpoint_weights_directory(weights->path, error);
-    if (cp->directory == NULL || !manifest_read(&cp->manifest, cp->directory, error)) return false;
+    // The files come before the shape, which sets how much memory is taken.
+    if (cp->directory == NULL || !manifest_read(&cp->manifest, cp->directory, error) ||
+        !manifest_check_files(&cp->manifest, cp->directory, error))
+        return false;
     checkpoint_files_open(&cp->files, cp->directory, &cp->manifest);
     weights_set_shape(weights, &cp->manifest.shape);
     return true;

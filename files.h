@@ -10,6 +10,7 @@
 #include <fcntl.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include "checksum.h"
@@ -145,6 +146,30 @@ static inline char *path_join(const char *first, const char *separator, const ch
     if (path == NULL) die("no memory for a path");
     snprintf(path, room, "%s%s%s", first, separator, second);
     return path;
+}
+
+// Makes a temporary file, or takes one that is there as it is, for this process alone: another that is to write it too
+// is refused, until the descriptor that is returned is closed, which must not be before the file is renamed or removed.
+// -1: an error; target: what the message names.
+static inline int file_claim(const char *temporary, const char *target, Error *error) {
+    for (;;) {
+        const int fd = open(temporary, O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+        if (fd < 0) {
+            error_set(error, "%s: cannot be written: %s: %s", target, temporary, strerror(errno));
+            return -1;
+        }
+        struct stat held, named;
+        // Other errors: a file system without locks.
+        const bool held_elsewhere = flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+        if (held_elsewhere)
+            error_set(error, "%s: is being written by another process; wait for it, or name another", target);
+        // Between open and flock another may have finished, and renamed the file away.
+        else if (fstat(fd, &held) == 0 && stat(temporary, &named) == 0 && held.st_dev == named.st_dev &&
+                 held.st_ino == named.st_ino)
+            return fd;
+        close(fd);
+        if (held_elsewhere) return -1;
+    }
 }
 
 // Gives a finished file (or directory) its name, replacing what has it, and makes that survive. Both names must be in

@@ -18,6 +18,7 @@
 #include "comm.h"
 #include "config.h"
 #include "error.h"
+#include "json.h"
 #include "memory.h"
 #include "mfu.h"
 #include "plan.h"
@@ -76,6 +77,22 @@ static inline void remove_directories(const char *path, size_t before) {
             part[length] = '\0';
             rmdir(part);
         }
+}
+
+// Whether a directory holds the log of a run that trains, or that cannot be told from one: its config.json does not say
+// eval_only.
+static inline bool log_of_training(const char *directory) {
+    char path[OPTION_TEXT_SIZE + 32];
+    struct stat status;
+    snprintf(path, sizeof path, "%s/metrics.jsonl", directory);
+    if (stat(path, &status) != 0) return false;
+    snprintf(path, sizeof path, "%s/config.json", directory);
+    Error unread = {""};
+    cJSON *config = json_read_file(path, &unread); // NULL: it cannot be read
+    const cJSON *run = cJSON_GetObjectItemCaseSensitive(config, "run");
+    const bool evaluates = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(run, "eval_only"));
+    cJSON_Delete(config);
+    return !evaluates;
 }
 
 static inline FILE *log_create(const Log *log, const char *name, Error *error) {

@@ -52,6 +52,28 @@ static inline void step_name(uint64_t step, const char *suffix, char name[STEP_N
     snprintf(name, STEP_NAME, "step_%08llu%s", (unsigned long long)step, suffix);
 }
 
+// The step of a name such as step_00000100; false for any other name. suffix: what has to follow, "" for a complete
+// one.
+static inline bool step_of_name(const char *name, const char *suffix, uint64_t *step) {
+    char expected[STEP_NAME];
+    if (strncmp(name, "step_", 5) != 0) return false;
+    *step = strtoull(name + 5, NULL, 10);
+    step_name(*step, suffix, expected);
+    return strcmp(name, expected) == 0;
+}
+
+// The last name of a path to a directory, if it is short enough to be a checkpoint's.
+static inline bool directory_name(const char *path, char name[STEP_NAME]) {
+    size_t end = strlen(path);
+    while (end > 1 && path[end - 1] == '/') end--;
+    size_t begin = end;
+    while (begin > 0 && path[begin - 1] != '/') begin--;
+    if (end - begin >= STEP_NAME) return false;
+    memcpy(name, path + begin, end - begin);
+    name[end - begin] = '\0';
+    return true;
+}
+
 // What is saved of every unit, and the names of its tensors: "block 3.m".
 enum { STATE_PARAMS, STATE_M, STATE_V, STATES };
 
@@ -229,7 +251,12 @@ static inline bool manifest_read(Manifest *manifest, const char *directory, Erro
     memset(manifest, 0, sizeof *manifest);
     char *path = path_join(directory, "/", "manifest.json");
     cJSON *root = json_read_file(path, error);
-    const bool ok = root != NULL && manifest_read_root(manifest, root, path, error);
+    bool ok = root != NULL && manifest_read_root(manifest, root, path, error);
+    uint64_t named = 0;
+    char name[STEP_NAME];
+    if (ok && directory_name(directory, name) && step_of_name(name, "", &named) && named != manifest->step)
+        ok = error_set(error, "%s: is of step %llu, its directory is named %s", path,
+                       (unsigned long long)manifest->step, name);
     if (!ok) manifest_free(manifest);
     cJSON_Delete(root);
     free(path);
@@ -245,11 +272,8 @@ static inline bool manifest_read_shape(const char *directory, ModelShape *shape,
     return true;
 }
 
-// Checks that the files are there, of the right size; of every `ranks`th, from `rank` on, the checksum too.
-static inline bool manifest_verify(const Manifest *manifest, const char *directory, int rank, int ranks, Error *error) {
-    enum { PIECE = 1 << 20 };
-    char *piece = (char *)malloc(PIECE);
-    if (piece == NULL) die("no memory to read %s", directory);
+// Checks that the files are there, of the right size.
+static inline bool manifest_check_files(const Manifest *manifest, const char *directory, Error *error) {
     bool ok = true;
     for (int r = 0; r < manifest->n_files && ok; r++) {
         InputFile file;
@@ -258,15 +282,31 @@ static inline bool manifest_verify(const Manifest *manifest, const char *directo
         if (ok && (uint64_t)file.bytes != manifest->files[r].bytes)
             ok = error_set(error, "%s: has %lld bytes, not the %llu that were written", path, (long long)file.bytes,
                            (unsigned long long)manifest->files[r].bytes);
+        input_close(&file);
+        free(path);
+    }
+    return ok;
+}
+
+// Checks that the files are there, of the right size; of every `ranks`th, from `rank` on, the checksum too.
+static inline bool manifest_verify(const Manifest *manifest, const char *directory, int rank, int ranks, Error *error) {
+    enum { PIECE = 1 << 20 };
+    if (!manifest_check_files(manifest, directory, error)) return false;
+    char *piece = (char *)malloc(PIECE);
+    if (piece == NULL) die("no memory to read %s", directory);
+    bool ok = true;
+    for (int r = rank; r < manifest->n_files && ok; r += ranks) {
+        InputFile file;
+        char *path = rank_path(directory, r);
+        ok = input_open(&file, path, error);
         Checksum sum;
         checksum_begin(&sum);
-        const bool mine = ok && r % ranks == rank;
-        for (int64_t at = 0; mine && ok && at < file.bytes; at += PIECE) {
+        for (int64_t at = 0; ok && at < file.bytes; at += PIECE) {
             const size_t count = file.bytes - at < PIECE ? (size_t)(file.bytes - at) : (size_t)PIECE;
             ok = input_read(&file, piece, count, at, error);
             if (ok) checksum_add(&sum, piece, count);
         }
-        if (mine && ok && checksum_value(&sum) != manifest->files[r].checksum)
+        if (ok && checksum_value(&sum) != manifest->files[r].checksum)
             ok = error_set(error, "%s: is damaged: its checksum is %016llx, not %016llx", path,
                            (unsigned long long)checksum_value(&sum), (unsigned long long)manifest->files[r].checksum);
         input_close(&file);
@@ -360,16 +400,6 @@ static inline char *manifest_changes(const Manifest *manifest, const Config *con
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The checkpoints of a directory
-
-// The step of a name such as step_00000100; false for any other name. suffix: what has to follow, "" for a complete
-// one.
-static inline bool step_of_name(const char *name, const char *suffix, uint64_t *step) {
-    char expected[STEP_NAME];
-    if (strncmp(name, "step_", 5) != 0) return false;
-    *step = strtoull(name + 5, NULL, 10);
-    step_name(*step, suffix, expected);
-    return strcmp(name, expected) == 0;
-}
 
 static inline int compare_steps(const void *a, const void *b) {
     const uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;

@@ -35,10 +35,32 @@ static inline void resume_free(Resume *resume) {
     resume->path = NULL;
 }
 
+// Whether the log of the run that a checkpoint is of, in the same directory, can be cut where the manifest says: after
+// a line. A log that is shorter has lost lines, which is no reason to lose the checkpoint too (log.h tells it).
+static inline bool resume_check_log(const Resume *resume, const Config *config, Error *error) {
+    const uint64_t bytes = resume->manifest.log_bytes;
+    char *path = path_join(config->log_dir, "/", "metrics.jsonl"), last = '\n';
+    InputFile file;
+    Error missing = {""};
+    bool ok = true;
+    if (bytes > 0 && input_open(&file, path, &missing)) {
+        if ((uint64_t)file.bytes >= bytes) ok = input_read(&file, &last, 1, (int64_t)bytes - 1, error);
+        input_close(&file);
+    }
+    free(path);
+    // Every step writes a line.
+    if (ok && (last != '\n' || (bytes == 0 && resume->manifest.step > 0)))
+        ok = error_set(error, "%s/manifest.json: its log_bytes %llu is not the end of a line of metrics.jsonl",
+                       resume->path, (unsigned long long)bytes);
+    return ok;
+}
+
 // Reads the manifest of what is at resume->path and checks all files, the work shared by all ranks.
-static inline bool resume_try(Resume *resume, Comm *comm, Error *error) {
-    if (manifest_read(&resume->manifest, resume->path, error))
-        manifest_verify(&resume->manifest, resume->path, comm->rank, comm->world_size, error);
+static inline bool resume_try(Resume *resume, const Config *config, Comm *comm, Error *error) {
+    if (manifest_read(&resume->manifest, resume->path, error) &&
+        manifest_verify(&resume->manifest, resume->path, comm->rank, comm->world_size, error) && comm->rank == 0 &&
+        resume->own && !config->eval_only)
+        resume_check_log(resume, config, error);
     if (comm_agree(comm, error)) return true;
     manifest_free(&resume->manifest);
     return false;
@@ -58,7 +80,8 @@ static inline bool resume_newest(Resume *resume, const Config *config, Comm *com
         Error damage = {""};
         step_name(steps[i], "", name);
         resume->path = path_join(config->log_dir, "/", name);
-        found = resume_try(resume, comm, &damage);
+        resume->own = true;
+        found = resume_try(resume, config, comm, &damage);
         if (found) break;
         if (comm->rank == 0) {
             fflush(stdout);
@@ -66,6 +89,7 @@ static inline bool resume_newest(Resume *resume, const Config *config, Comm *com
         }
         free(resume->path);
         resume->path = NULL;
+        resume->own = false;
     }
     free(steps);
     if (!found && count > 0)
@@ -86,17 +110,14 @@ static inline bool resume_find(Resume *resume, const Config *config, Comm *comm,
     } else if (!never) {
         resume->path = path_join(config->resume, "", "");
         for (size_t n = strlen(resume->path); n > 1 && resume->path[n - 1] == '/'; n--) resume->path[n - 1] = '\0';
-        if (!resume_try(resume, comm, error)) return false;
+        char *parent = path_join(resume->path, "/", "..");
+        resume->own = config->log_dir[0] != '\0' && same_directory(parent, config->log_dir);
+        free(parent);
+        if (!resume_try(resume, config, comm, error)) return false;
     }
     if (newest && config->eval_only && resume->path == NULL && config->init_from[0] == '\0')
         return error_set(error, "%s: holds no checkpoint to evaluate, and init_from names no weights", config->log_dir);
-    if (resume->path != NULL) {
-        char *parent = path_join(resume->path, "/", "..");
-        resume->own = newest || (config->log_dir[0] != '\0' && same_directory(parent, config->log_dir));
-        free(parent);
-        return manifest_check(&resume->manifest, resume->path, config, data, error);
-    }
-    return true;
+    return resume->path == NULL || manifest_check(&resume->manifest, resume->path, config, data, error);
 }
 
 // A log directory with checkpoints of a run that this one does not go on from is not to be mixed with its own.

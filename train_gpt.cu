@@ -198,8 +198,8 @@ DECLARE_TRAINER(TRAIN) {
     Weights weights;
     resume_or_begin(&resume, &weights, &data, config, &inputs, &trainer.layout, &trainer.comm);
     const Manifest *from = resume.path != NULL ? &resume.manifest : NULL;
-    // What a run's own checkpoint is worth is told beside its log, which is left as it is.
-    const bool beside = resume.own && !inputs.trains;
+    // An evaluation in the log directory of a training run is told beside its log, which is left as it is.
+    const bool beside = !inputs.trains && (resume.own || log_of_training(config->log_dir));
     log_open(&log, config, place->rank, beside ? "/eval" : "", from != NULL ? (int64_t)from->step : 0,
              resume.own && !beside ? (int64_t)from->log_bytes : -1, &error);
     if (!comm_agree(&trainer.comm, &error)) comm_die_together(&trainer.comm, EXIT_INPUT, "%s", error.text);

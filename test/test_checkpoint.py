@@ -263,6 +263,8 @@ DAMAGES = {
         (folder / "manifest.json").read_text().replace('"updates":', '"updates": "x", "was":')), '"updates"'),
     "no grid": (lambda folder: (folder / "manifest.json").write_text(
         (folder / "manifest.json").read_text().replace('"data_parallel":', '"data_parallel": 3, "was":')), "grid of ranks"),
+    "another step": (lambda folder: (folder / "manifest.json").write_text(
+        (folder / "manifest.json").read_text().replace('"step":', '"step": 11, "was":')), "is of step 11"),
 }
 
 
@@ -283,6 +285,24 @@ def test_damage(train, saved, undisturbed, tmp_path):
         assert curve(resumed) == curve(undisturbed(**GRIDS["zero1x2"]))
         assert checkpoints(log_dir) == [name(5), name(10), name(12)]
         train(tmp_path / f"again{i}", resume=log_dir / name(12), **GRIDS["ddp1"])
+
+
+def test_place_in_the_log(train, saved, undisturbed, tmp_path):
+    """A manifest that would cut the run's own log within a line is damaged; so is one that would empty it."""
+    for log_bytes in (lambda n: n - 1, lambda n: 0):
+        log_dir = copy_of(saved(**GRIDS["ddp1"]), tmp_path / str(log_bytes(1000)))
+        path = log_dir / name(12) / "manifest.json"
+        manifest = json.loads(path.read_text())
+        manifest["log_bytes"] = log_bytes(manifest["log_bytes"])
+        path.write_text(json.dumps(manifest))
+        before = (log_dir / "metrics.jsonl").read_bytes()
+        refused = train(log_dir, expect=2, resume=log_dir / name(12))
+        assert name(12) in refused.stderr and "log_bytes" in refused.stderr, refused.stderr
+        assert (log_dir / "metrics.jsonl").read_bytes() == before
+        train(tmp_path / "other", resume=log_dir / name(12))  # into another log: its place there is not used
+        resumed = train(log_dir, checkpoint_every=5, checkpoint_keep=3, resume="auto")
+        assert name(12) in resumed.stderr and "log_bytes" in resumed.stderr and "after step 10" in resumed.stdout
+        assert curve(resumed) == curve(undisturbed(**GRIDS["ddp1"]))
 
 
 def test_log_directories(train, saved, undisturbed, tmp_path):

@@ -3,8 +3,10 @@
 The models in test/golden/hf were written by transformers (dev/make_hf_goldens.py); test_logits, a unit test, is held to
 PyTorch's logits there and prints logits of any weights.
 """
+import fcntl
 import json
 import math
+import os
 import random
 import shutil
 import struct
@@ -368,6 +370,22 @@ def test_evaluation_only(grid, train, saved, tmp_path):
     assert other.summary["params_hash"] == run.summary["params_hash"]
 
 
+def test_evaluation_beside_a_log(train, saved, tmp_path):
+    """An evaluation leaves the log of a run that trained without checkpoints, and replaces that of another evaluation."""
+    weights = saved("ddp").log_dir
+    trained = train(tmp_path / "trained", steps=2, **SHAPE)
+    before = tree(trained.log_dir)
+    for _ in range(2):
+        train(trained.log_dir, eval_only=True, init_from=weights, val_steps=2, train_data=None)
+        after = tree(trained.log_dir)
+        assert {path: after[path] for path in before} == before
+        assert sorted({path.parts[0] for path in set(after) - set(before)}) == ["eval"]
+        assert len((trained.log_dir / "eval/metrics.jsonl").read_text().splitlines()) == 1
+    for _ in range(2):
+        evaluated = train(tmp_path / "evaluated", eval_only=True, init_from=weights, val_steps=2, train_data=None)
+        assert len(evaluated.metrics) == 1 and not (evaluated.log_dir / "eval").exists()
+
+
 def make_hellaswag(path, count, vocabulary, longest, seed=8):
     """A file in llm.c's form of made-up examples: [(label, context, four completions)]."""
     draw = random.Random(seed)
@@ -550,6 +568,20 @@ def test_errors(saved, texts, hellaswag, tmp_path):
         (["--export", good, "--from", good], ["saved", "no export", "not overwritten"]),
         (["--export-llmc", texts / "train.txt", "--from", good], ["train.txt", "not overwritten"]),
         (["--export-llmc", tmp_path / "out.bin", "--export-dtype", "fp16", "--from", good], ["export_dtype", "fp16"]),
+        # The target comes before the source, which is damaged.
+        (["--export", tmp_path / "no/where", "--from", damaged], ["no/where", "cannot be made"]),
+        (["--export-llmc", tmp_path / "no/out.bin", "--from", damaged], ["no/out.bin", "No such file"]),
+        (["--export-llmc", f"{notes}/", "--from", damaged], ["--export-llmc", "notes/", "slash"]),
+        (["--export", f"{tmp_path}/out//", "--export-llmc", tmp_path / "out", "--from", good], ["--export-llmc", "out"]),
+        (["--export", tmp_path / "out", "--export-llmc", f"{tmp_path}/./out/model.safetensors", "--from", good],
+         ["--export-llmc", "model.safetensors", "another name"]),
+        (["--export", tmp_path / "out", "--export-llmc", f"{tmp_path}/./out", "--from", good], ["out", "not overwritten"]),
+        (["--export", tmp_path / "out", "--export-llmc", tmp_path / "out.bin", "--from", damaged],
+         ["rank_00001.safetensors", "checksum"]),
+        (["--export", tmp_path / "out", "--from", good, "--plan"], ["--plan", "export"]),
+        (["--export", tmp_path / "out", "--from", good, "--eval-only"], ["--eval-only", "export"]),
+        (["--export-llmc", tmp_path / "out.bin", "--from", good, "--init-from", good], ["--init-from", "--from"]),
+        (["--export", tmp_path / "out", "--from", good, "--resume", "auto"], ["resume", "--from"]),
     ]
     before = {path: path.stat().st_mtime_ns for folder in (tmp_path, good) for path in folder.rglob("*")}
     for arguments, parts in cases:
@@ -584,6 +616,85 @@ def test_what_an_export_may_replace(saved, tmp_path):
     assert source.read_bytes() == whole and not (tmp_path / "model.bin").exists()
     export("--export-llmc", tmp_path / "model.bin", "--from", good)  # what an interrupted export has left gives way
     assert (tmp_path / "model.bin").read_bytes() == whole and not source.exists()
+
+
+def test_exports_at_once(saved, tmp_path):
+    """Of exports to one target at once one writes, and the others are refused: what appears is a whole one."""
+    sources = [saved("zero3x3").log_dir / name for name in ("step_00000010", "step_00000005")]
+    models = []
+    for i, source in enumerate(sources):
+        export("--export", tmp_path / f"hf{i}", "--export-llmc", tmp_path / f"{i}.bin", "--from", source)
+        models.append(((tmp_path / f"hf{i}/model.safetensors").read_bytes(), (tmp_path / f"{i}.bin").read_bytes()))
+    assert models[0][0] != models[1][0]
+    targets = ["--export", tmp_path / "hf", "--export-llmc", tmp_path / "model.bin"]
+    for _ in range(5):
+        running = [subprocess.Popen([ROOT / "train_gpt", *targets, "--from", sources[i % 2]], env=environment(),
+                                    stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for i in range(6)]
+        ended = [(process.communicate(timeout=120)[1], process.returncode) for process in running]
+        assert all(code == 0 or (code == 2 and str(tmp_path) in error) for error, code in ended), ended
+        assert any(code == 0 for _, code in ended)
+        written = (tmp_path / "hf/model.safetensors").read_bytes(), (tmp_path / "model.bin").read_bytes()
+        assert written[0] in (models[0][0], models[1][0]) and written[1] in (models[0][1], models[1][1])
+        assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
+        assert not (tmp_path / "model.bin.tmp").exists()
+    for target, temporary in (("hf", "hf/config.json.tmp"), ("model.bin", "model.bin.tmp")):
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        with open(tmp_path / temporary, "w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            option = "--export" if target == "hf" else "--export-llmc"
+            refused = export(option, tmp_path / target, "--from", sources[0], expect=2)
+            assert str(tmp_path / target) in refused and "by another process" in refused, refused
+            assert (tmp_path / temporary).exists()
+        (tmp_path / temporary).unlink()
+        assert {**before, tmp_path / "hf": 0} == {**{path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")},
+                                                  tmp_path / "hf": 0}
+
+
+def test_latest_is_not_needed(saved, tmp_path):
+    """The newest checkpoint with a manifest stands for a log directory whose latest is missing, or names none."""
+    good, log_dir = saved("zero3x3").log_dir, tmp_path / "log"
+    shutil.copytree(good, log_dir)
+    for step in (5, 10):
+        export("--export", tmp_path / f"hf{step}", "--from", good / f"step_{step:08d}")
+
+    def expect(step, name):
+        export("--export", tmp_path / name, "--from", log_dir)
+        same_files(tmp_path / name, tmp_path / f"hf{step}")
+
+    (log_dir / "latest").write_text("step_00000005\n")
+    expect(5, "named")
+    (log_dir / "latest").write_text("step_00000099\n")
+    expect(10, "gone")
+    (log_dir / "latest").unlink()
+    expect(10, "none")
+    (log_dir / "metrics.jsonl").unlink()
+    (log_dir / "step_00000010/manifest.json").unlink()
+    expect(5, "no manifest")
+    shutil.rmtree(log_dir / "step_00000005")
+    (log_dir / "latest").write_text("step_00000099\n")
+    assert "step_00000099" in export("--export", tmp_path / "nothing", "--from", log_dir, expect=2)
+
+
+def test_manifest_without_files(saved, texts, tmp_path):
+    """A manifest of a huge model takes no memory, and its missing files are named, not what it would need."""
+    manifest = json.loads((saved("ddp").log_dir / "step_00000010/manifest.json").read_text())
+    manifest["model"].update(n_layer=1000, n_head=1024, n_embd=65536)
+    manifest["grid"].update(tensor_parallel=1024, data_parallel=1, pipeline_parallel=1, shard_group=1)
+    manifest["files"] = manifest["files"][:1] * 1024
+    huge = tmp_path / "huge"
+    huge.mkdir()
+    (huge / "manifest.json").write_text(json.dumps(manifest))
+    evaluation = ["--eval-only", "--val-data", texts / "val.txt"]
+    for arguments in (["--export", tmp_path / "out", "--from", huge], evaluation + ["--resume", huge],
+                      evaluation + ["--init-from", huge]):
+        with open(tmp_path / "error", "w") as error:
+            process = subprocess.Popen([ROOT / "train_gpt", *map(str, arguments)], env=environment(),
+                                       stdout=subprocess.DEVNULL, stderr=error)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 2 and "rank_00000.safetensors" in (tmp_path / "error").read_text()
+        assert usage.ru_maxrss < 400_000  # KB; the program and its libraries take a small part of it
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["error", "huge"]
 
 
 def test_latest_of_another_program(saved, tmp_path):

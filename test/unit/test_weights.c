@@ -140,6 +140,33 @@ static void write_checkpoint(const ModelShape *shape, Grid grid, int shard_group
     free(m.files);
 }
 
+// What a manifest says of its ranks takes memory only for those whose files are read.
+static void test_layouts_when_needed(void **state) {
+    (void)state;
+    const ModelShape shape = {1000, 1024, 65536, 1, 2};
+    Manifest m;
+    memset(&m, 0, sizeof m);
+    m.shape = shape;
+    m.grid.tensor = m.n_files = 1024;
+    m.grid.data = m.grid.pipeline = m.shard_group = m.pipeline_chunks = 1;
+    CheckpointFiles files;
+    checkpoint_files_open(&files, scratch("none"), &m);
+    for (int t = 0; t < 1024; t++) assert_null(files.layouts[t].units);
+    Layout whole;
+    const LayoutCut cut = layout_whole(1);
+    layout_init(&whole, &shape, &cut);
+    const Unit *wte = &whole.units[0];
+    const Held held = {0, 1, 0};
+    float out = 0;
+    Error error = {""};
+    assert_false(checkpoint_read(&files, wte, held, STATE_PARAMS, &out, &error));
+    assert_error(&error, "rank_00000.safetensors");
+    assert_non_null(files.layouts[0].units);
+    for (int t = 1; t < 1024; t++) assert_null(files.layouts[t].units);
+    layout_free(&whole);
+    checkpoint_files_close(&files);
+}
+
 // Any piece of any tensor out of a checkpoint of any grid, whatever was read before, and however little is kept.
 static void test_checkpoints(void **state) {
     (void)state;
@@ -637,6 +664,7 @@ int main(void) {
         cmocka_unit_test(test_models_of_transformers),
         cmocka_unit_test(test_any_piece),
         cmocka_unit_test(test_checkpoints),
+        cmocka_unit_test(test_layouts_when_needed),
         cmocka_unit_test(test_ranks_of_a_grid),
         cmocka_unit_test(test_round_trips),
         cmocka_unit_test(test_fp16),
