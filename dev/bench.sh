@@ -3,7 +3,7 @@
 #   bash dev/bench.sh [SETTING...] [--precision fp32|bf16] [--rounds 5]    the comparison: about 40 minutes for all
 #   bash dev/bench.sh [SETTING...] --profile                               where a step's time goes, by operation
 #   bash dev/bench.sh --ranks                                              two ranks against one; all-reduce
-#   bash dev/bench.sh --write                                              all of it, into README.md
+#   bash dev/bench.sh --write [SETTING...]     all of it, into README.md; or these, with what was measured before
 # SETTING: gpt2-t64, gpt2-t256, gpt2-t1024, small. PyTorch is Debian's, with malloc tuned and OpenBLAS with OpenMP; as
 # installed it is up to five times slower. The machine should have nothing else to do.
 set -euo pipefail

@@ -20,14 +20,16 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build/cpu"
 CORES = len(os.sched_getaffinity(0))
+STORE = BUILD / "bench.json"  # what has been measured since the last `make clean`: a long --write can go on
 MARKS = ("<!-- dev/bench.sh --write: begin -->", "<!-- dev/bench.sh --write: end -->")
 
-# steps: of a round, of the program and of PyTorch alike
+# steps: of a round, of the program and of PyTorch alike. apart: PyTorch's memory leaves no room for the program beside it
+# on a machine of 24 GB, so it is started anew in each round.
 GPT2 = {"layers": 12, "heads": 12, "width": 768, "vocabulary": 50257, "batch": 4}
 SETTINGS = {
     "gpt2-t64": {"title": "GPT-2 124M, B 4, T 64", **GPT2, "length": 64, "steps": 6},
     "gpt2-t256": {"title": "GPT-2 124M, B 4, T 256", **GPT2, "length": 256, "steps": 3},
-    "gpt2-t1024": {"title": "GPT-2 124M, B 4, T 1024", **GPT2, "length": 1024, "steps": 1},
+    "gpt2-t1024": {"title": "GPT-2 124M, B 4, T 1024", **GPT2, "length": 1024, "steps": 1, "apart": True},
     "small": {"title": "6 layers, 384 wide, bytes, B 8, T 256", "layers": 6, "heads": 6, "width": 384,
               "vocabulary": 256, "batch": 8, "length": 256, "steps": 10},
 }
@@ -113,19 +115,23 @@ def limit_ms(s, precision, rate):
 
 def compare(s, precision, rounds, work):
     tokens = s["batch"] * s["length"]
-    torch = Torch(s, precision)
+    torch = None if s.get("apart") else Torch(s, precision)
     lines = []
     for _ in range(rounds):
         times, memory = program(s, precision, work, s["steps"])
-        other = torch.run(s["steps"])
+        process = torch or Torch(s, precision)
+        other = process.run(s["steps"])
+        if torch is None:
+            process.close()
         ours, theirs = statistics.median(times), statistics.median(other["ms"])
         limit = limit_ms(s, precision, rates(s, precision))
         lines.append({"ours": 1e3 * tokens / ours, "torch": 1e3 * tokens / theirs, "limit": 1e3 * tokens / limit,
                       "ratio": theirs / ours, "of_limit": limit / ours, "memory": memory,
                       "torch_memory": other["memory"]})
-    torch.close()
+    if torch is not None:
+        torch.close()
     result = {key: statistics.median(line[key] for line in lines) for key in lines[0]}
-    result.update(title=s["title"], precision=precision, torch_version=other["version"],
+    result.update(title=s["title"], precision=precision, torch_version=other["version"], rounds=rounds,
                   low=min(line["ratio"] for line in lines), high=max(line["ratio"] for line in lines))
     return result
 
@@ -162,11 +168,12 @@ def ranks(rounds, work):
         reduce.append((seconds * 1e3, seconds / floor))
     result = {"ranks": statistics.median(lines), "reduce_ms": statistics.median(r[0] for r in reduce),
               "reduce_of_floor": statistics.median(r[1] for r in reduce)}
+    stored = remember("ranks", result)
     print(f"\nTwo ranks of one thread: {result['ranks']:.2f} of the speed of one rank of two threads (GPT-2 124M, "
           f"B 4, T 256, bf16, ddp)")
     print(f"All-reduce of 64 MB in bf16 over two ranks: {result['reduce_ms']:.1f} ms, "
           f"{result['reduce_of_floor']:.2f} of the time that summing takes at the measured bandwidth")
-    return result
+    return stored
 
 
 def plot(results):
@@ -192,13 +199,21 @@ def plot(results):
             f'{"".join(rows)}</svg>\n')
 
 
+def remember(key, result):
+    """Stores a result with its date; returns all that are stored."""
+    stored = json.loads(STORE.read_text()) if STORE.exists() else {}
+    stored[key] = {**result, "date": f"{datetime.date.today():%Y-%m-%d}"}
+    STORE.write_text(json.dumps(stored, indent=1))
+    return stored
+
+
 def table(results):
-    lines = ["| | precision | tokens/s | PyTorch | ratio | limit | of the limit | memory | PyTorch's |",
-             "|---|---|---:|---:|---:|---:|---:|---:|---:|"]
+    lines = ["| | precision | tokens/s | PyTorch | ratio | limit | of the limit | memory | PyTorch's | date, rounds |",
+             "|---|---|---:|---:|---:|---:|---:|---:|---:|---|"]
     for r in results:
         lines.append(f"| {r['title']} | {r['precision']} | {r['ours']:.0f} | {r['torch']:.0f} | {r['ratio']:.2f} | "
                      f"{r['limit']:.0f} | {r['of_limit']:.2f} | {r['memory'] / 1e9:.2f} GB | "
-                     f"{r['torch_memory'] / 1e9:.2f} GB |")
+                     f"{r['torch_memory'] / 1e9:.2f} GB | {r['date']}, {r['rounds']} |")
     return "\n".join(lines)
 
 
@@ -207,15 +222,18 @@ def processor():
         return next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), "CPU")
 
 
-def write(results, two, rounds):
+def write(stored):
+    results = [stored[f"{name} {precision}"] for name in SETTINGS for precision in ("fp32", "bf16")
+               if f"{name} {precision}" in stored]
+    two = stored["ranks"]
     (ROOT / "dev/bench.svg").write_text(plot(results))
     readme = ROOT / "README.md"
     text = readme.read_text()
     if any(text.count(mark) != 1 for mark in MARKS):
         raise SystemExit(f"README.md needs these two lines, once each:\n{MARKS[0]}\n{MARKS[1]}")
     before, after = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
-    section = (f"{MARKS[0]}\n{datetime.date.today():%d %B %Y}, {processor()}, {CORES} cores, PyTorch "
-               f"{results[0]['torch_version']}; medians of {rounds} rounds in turn (`bash dev/bench.sh`).\n\n"
+    section = (f"{MARKS[0]}\n{processor()}, {CORES} cores, PyTorch {results[0]['torch_version']}; medians of rounds in turn "
+               f"(`bash dev/bench.sh`).\n\n"
                f"{table(results)}\n\n![tokens per second](dev/bench.svg)\n\n"
                f"Two ranks of one thread reach {two['ranks']:.2f} of the speed of one rank of two threads (GPT-2 124M, "
                f"B 4, T 256, bf16, ddp). All-reduce of 64 MB in bf16 over two ranks takes {two['reduce_ms']:.1f} ms, "
@@ -230,32 +248,31 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes, against each floor")
     parser.add_argument("--ranks", action="store_true", help="two ranks against one, and the time of an all-reduce")
-    parser.add_argument("--write", action="store_true", help="all of it, into README.md's performance section")
+    parser.add_argument("--write", action="store_true", help="all of it, into README.md; with settings these, beside what has been measured before")
     arguments = parser.parse_args()
     if any(name not in SETTINGS for name in arguments.settings):
         parser.error(f"settings are {', '.join(SETTINGS)}")
-    names = list(SETTINGS) if arguments.write or not arguments.settings else arguments.settings
-    precisions = [arguments.precision] if arguments.precision and not arguments.write else ["fp32", "bf16"]
-    runs = [(SETTINGS[name], precision) for name in names for precision in precisions]
+    names = arguments.settings or list(SETTINGS)
+    precisions = [arguments.precision] if arguments.precision else ["fp32", "bf16"]
+    runs = [(name, precision) for name in names for precision in precisions]
     with tempfile.TemporaryDirectory() as folder:
         work = pathlib.Path(folder)
         if arguments.profile:
-            for s, precision in runs:
-                profile(s, precision, work)
+            for name, precision in runs:
+                profile(SETTINGS[name], precision, work)
             return
         if arguments.ranks:
             ranks(arguments.rounds, work)
             return
-        results = []
-        for s, precision in runs:
-            results.append(compare(s, precision, arguments.rounds, work))
-            r = results[-1]
+        for name, precision in runs:
+            r = compare(SETTINGS[name], precision, arguments.rounds, work)
+            stored = remember(f"{name} {precision}", r)
             print(f"{r['title']:38s} {precision}  {r['ours']:7.0f} tokens/s, PyTorch {r['torch']:7.0f}: "
                   f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f}); limit {r['limit']:7.0f}: "
                   f"{r['of_limit']:.2f}; {r['memory'] / 1e9:.2f} GB, "
                   f"PyTorch {r['torch_memory'] / 1e9:.2f} GB", flush=True)
         if arguments.write:
-            write(results, ranks(arguments.rounds, work), arguments.rounds)
+            write(stored if "ranks" in stored and arguments.settings else ranks(arguments.rounds, work))
 
 
 if __name__ == "__main__":
