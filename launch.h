@@ -11,6 +11,7 @@
 #ifndef LAUNCH_H
 #define LAUNCH_H
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <ftw.h>
@@ -19,6 +20,7 @@
 #include <signal.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/prctl.h>
 #include <sys/statvfs.h>
 #include <sys/wait.h>
@@ -55,10 +57,7 @@ static inline void stop_on_signals(void) {
     sigset_t *signals = (sigset_t *)malloc(sizeof *signals);
     pthread_t thread;
     if (signals == NULL) die("no memory for a set of signals");
-    sigemptyset(signals);
-    sigaddset(signals, SIGTERM);
-    sigaddset(signals, SIGINT);
-    sigaddset(signals, SIGUSR1);
+    stop_signals(signals);
     pthread_sigmask(SIG_BLOCK, signals, NULL);
     const int status = pthread_create(&thread, NULL, stop_thread, signals);
     if (status != 0) die("the thread that waits for signals cannot be started: %s", strerror(status));
@@ -73,23 +72,12 @@ static inline int stop_requested(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Starting ranks
 
-// Makes a folder for the files of mpirun and of its ranks, which the launcher removes even if mpirun was killed. It is
-// where there is room: a rank that writes where there is none dies. "": nowhere, so Open MPI chooses. A launcher that
-// is killed leaves it behind.
-static inline void launch_folder(char *folder, size_t size, int nproc) {
-    // Open MPI 5 takes 16 MB for a rank, 4 takes 4. The program itself uses up to four segments of 24 MB in /dev/shm
-    // (cpu/shared_memory.h), which are to have it for themselves where it is small.
-    const double needed = 16e6 * nproc + 4 * 24e6;
-    const char *const parents[] = {"/dev/shm", getenv("TMPDIR"), "/tmp"};
-    for (size_t i = 0; i < sizeof parents / sizeof parents[0]; i++) {
-        struct statvfs room;
-        if (parents[i] == NULL || statvfs(parents[i], &room) != 0) continue;
-        if ((double)room.f_bavail * (double)room.f_frsize < needed) continue;
-        const int length = snprintf(folder, size, "%s/train_gpt.XXXXXX", parents[i]);
-        if (length > 0 && (size_t)length < size && mkdtemp(folder) != NULL) return;
-    }
-    folder[0] = '\0';
-}
+// The launcher's folder holds the files of mpirun and of its ranks, so that they can be removed even if mpirun was
+// killed. A launcher that is killed itself leaves it behind, and the next one removes it: LAUNCH_LOCK in it is locked
+// while its launcher or mpirun lives. It gets that name once it is locked, so a folder without it is nobody's to
+// remove.
+#define LAUNCH_FOLDER "train_gpt_mpirun."
+#define LAUNCH_LOCK "lock"
 
 static inline int launch_remove(const char *path, const struct stat *status, int type, struct FTW *place) {
     (void)status;
@@ -101,6 +89,52 @@ static inline int launch_remove(const char *path, const struct stat *status, int
 
 static inline void launch_folder_remove(const char *folder) {
     if (folder[0] != '\0') nftw(folder, launch_remove, 16, FTW_DEPTH | FTW_PHYS);
+}
+
+// Removes the folders in `parent` that killed launchers have left.
+static inline void launch_folder_sweep(const char *parent) {
+    DIR *directory = opendir(parent);
+    if (directory == NULL) return;
+    for (const struct dirent *entry; (entry = readdir(directory)) != NULL;) {
+        char folder[PATH_MAX], lock[PATH_MAX];
+        if (strncmp(entry->d_name, LAUNCH_FOLDER, strlen(LAUNCH_FOLDER)) != 0) continue;
+        if (snprintf(folder, sizeof folder, "%s/%s", parent, entry->d_name) >= (int)sizeof folder) continue;
+        if (snprintf(lock, sizeof lock, "%s/" LAUNCH_LOCK, folder) >= (int)sizeof lock) continue;
+        struct stat status;
+        const int file = open(lock, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+        if (file < 0) continue;
+        if (fstat(file, &status) == 0 && status.st_uid == geteuid() && flock(file, LOCK_EX | LOCK_NB) == 0)
+            launch_folder_remove(folder);
+        close(file);
+    }
+    closedir(directory);
+}
+
+// Locks a new folder. The file stays open in mpirun.
+static inline bool launch_folder_lock(const char *folder) {
+    char early[PATH_MAX], lock[PATH_MAX];
+    snprintf(early, sizeof early, "%s/" LAUNCH_LOCK ".new", folder);
+    snprintf(lock, sizeof lock, "%s/" LAUNCH_LOCK, folder);
+    const int file = open(early, O_WRONLY | O_CREAT | O_EXCL, 0600);
+    return file >= 0 && flock(file, LOCK_EX | LOCK_NB) == 0 && rename(early, lock) == 0;
+}
+
+// Makes the folder where there is room: a rank that writes where there is none dies. "": nowhere, so Open MPI chooses.
+static inline void launch_folder(char *folder, size_t size, int nproc) {
+    // Open MPI 5 takes 16 MB for a rank, 4 takes 4. The program itself uses up to four segments of 24 MB in /dev/shm
+    // (cpu/shared_memory.h), which are to have it for themselves where it is small.
+    const double needed = 16e6 * nproc + 4 * 24e6;
+    const char *const parents[] = {"/dev/shm", getenv("TMPDIR"), "/tmp"};
+    for (size_t i = 0; i < sizeof parents / sizeof parents[0]; i++)
+        if (parents[i] != NULL) launch_folder_sweep(parents[i]);
+    for (size_t i = 0; i < sizeof parents / sizeof parents[0]; i++) {
+        struct statvfs room;
+        if (parents[i] == NULL || statvfs(parents[i], &room) != 0) continue;
+        if ((double)room.f_bavail * (double)room.f_frsize < needed) continue;
+        const int length = snprintf(folder, size, "%s/" LAUNCH_FOLDER "XXXXXX", parents[i]);
+        if (length > 0 && (size_t)length < size && mkdtemp(folder) != NULL && launch_folder_lock(folder)) return;
+    }
+    folder[0] = '\0';
 }
 
 // The environment that mpirun and the ranks get: nothing of a surrounding batch job or mpirun, which would send ranks
@@ -220,13 +254,7 @@ static inline int launch_ranks(int nproc, char **argv) {
     for (int i = 1; i < argc; i++) arguments[option_count + i - 1] = argv[i];
 
     sigset_t signals;
-    sigemptyset(&signals);
-    sigaddset(&signals, SIGTERM);
-    sigaddset(&signals, SIGINT);
-    sigaddset(&signals, SIGUSR1);
-    sigaddset(&signals, SIGCHLD);
-    signal(SIGCHLD, SIG_DFL);
-    sigprocmask(SIG_BLOCK, &signals, NULL);
+    stop_signals_hold(&signals);
     fflush(NULL);
     char folder[256];
     launch_folder(folder, sizeof folder, nproc);

@@ -23,6 +23,7 @@
 #include "meeting_point.h"
 #include "place.h"
 #include "tcp.h"
+#include "watchdog.h"
 
 enum { SPAWN_LAST_SECONDS = 2 }; // for the others, once a rank has failed
 
@@ -145,13 +146,7 @@ static inline int spawn_ranks(int nproc, char **argv) {
     self.pids = (pid_t *)calloc((size_t)nproc, sizeof(pid_t));
     if (self.pids == NULL) die("no room for %d ranks", nproc);
     sigset_t signals;
-    sigemptyset(&signals);
-    sigaddset(&signals, SIGTERM);
-    sigaddset(&signals, SIGINT);
-    sigaddset(&signals, SIGUSR1);
-    sigaddset(&signals, SIGCHLD);
-    signal(SIGCHLD, SIG_DFL);
-    sigprocmask(SIG_BLOCK, &signals, NULL);
+    stop_signals_hold(&signals);
     spawn_environment(nproc);
     fflush(NULL);
     const pid_t launcher = getpid();

@@ -46,6 +46,22 @@ static inline volatile sig_atomic_t *stop_flag(void) {
     return &flag;
 }
 
+// The signals that ask a run to stop.
+static inline void stop_signals(sigset_t *signals) {
+    sigemptyset(signals);
+    sigaddset(signals, SIGTERM);
+    sigaddset(signals, SIGINT);
+    sigaddset(signals, SIGUSR1);
+}
+
+// From now on those, and that a process it has started ended, wait in a launcher until it takes them.
+static inline void stop_signals_hold(sigset_t *signals) {
+    stop_signals(signals);
+    sigaddset(signals, SIGCHLD);
+    signal(SIGCHLD, SIG_DFL);
+    sigprocmask(SIG_BLOCK, signals, NULL);
+}
+
 static inline double watchdog_clock(void) {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);

@@ -2,6 +2,7 @@
 // memory.
 //
 //   bench_rates PRECISION ROWS C LAYERS VP         PRECISION: fp32 or bf16
+//   bench_rates bandwidth                          only that of memory, which takes a moment
 //
 // Every product of a step (forward, gradient of the input, gradient of the weights; of each layer, and of the head) is
 // timed alone, on matrices that lie as in the program: bf16 by oneDNN's primitive, fp32 by that and by its BLAS
@@ -84,7 +85,11 @@ static double bandwidth(void) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 6) die("usage: bench_rates fp32|bf16 ROWS C LAYERS VP");
+    if (argc == 2 && strcmp(argv[1], "bandwidth") == 0) {
+        printf("{\"bandwidth\": %.5g}\n", bandwidth());
+        return 0;
+    }
+    if (argc != 6) die("usage: bench_rates fp32|bf16 ROWS C LAYERS VP | bandwidth");
     mallopt(M_MMAP_MAX, 0); // freed memory is kept, as the program keeps it
     mallopt(M_TRIM_THRESHOLD, -1);
     mallopt(M_TOP_PAD, 256 << 20);

@@ -474,8 +474,12 @@ static void test_ranks_die_with_the_launcher(void **state) {
     assert_int_equal(finish(launcher, 1), -SIGKILL);
     expect_gone(first, 3);
     expect_gone(second, 3);
-    usleep(500000);                    // mpirun ends, too
-    launch_folder_remove(folder_name); // which a killed launcher leaves
+    char parent[256];
+    snprintf(parent, sizeof parent, "%.*s", (int)(strrchr(folder_name, '/') - folder_name), folder_name);
+    for (const double begin = now(); access(folder_name, F_OK) == 0; usleep(50000)) { // mpirun ends, too
+        launch_folder_sweep(parent);                                                  // as the next launcher does
+        if (now() - begin > 10) fail_msg("%s is still there", folder_name);
+    }
 }
 
 static pid_t parent_of(pid_t pid) {
@@ -579,6 +583,40 @@ static void test_folder(void **state) {
     expect_gone(second, 3);
 }
 
+// What killed launchers have left goes; nothing else does.
+static void test_sweep(void **state) {
+    (void)state;
+    static const struct {
+        const char *name, *file;
+        bool held, stays;
+    } folders[] = {
+        {LAUNCH_FOLDER "aaaaaa", LAUNCH_LOCK, false, false},
+        {LAUNCH_FOLDER "bbbbbb", LAUNCH_LOCK, true, true},         // its launcher lives
+        {LAUNCH_FOLDER "cccccc", LAUNCH_LOCK ".new", false, true}, // is being made
+        {"train_gpt.dddddd", LAUNCH_LOCK, false, true},            // somebody's
+    };
+    enum { FOLDERS = (int)(sizeof folders / sizeof folders[0]) };
+    char parent[128], path[FOLDERS][256], file[FOLDERS][300];
+    int open_files[FOLDERS];
+    snprintf(parent, sizeof parent, "%s/sweep", folder);
+    assert_int_equal(mkdir(parent, 0700), 0);
+    for (int i = 0; i < FOLDERS; i++) {
+        snprintf(path[i], sizeof path[i], "%s/%s", parent, folders[i].name);
+        snprintf(file[i], sizeof file[i], "%.200s/%s", path[i], folders[i].file);
+        assert_int_equal(mkdir(path[i], 0700), 0);
+        open_files[i] = open(file[i], O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+        assert_true(open_files[i] >= 0);
+        if (folders[i].held) assert_int_equal(flock(open_files[i], LOCK_EX), 0);
+    }
+    launch_folder_sweep(parent);
+    for (int i = 0; i < FOLDERS; i++) {
+        if ((access(file[i], F_OK) == 0) != folders[i].stays) fail_msg("%s", path[i]);
+        close(open_files[i]);
+        launch_folder_remove(path[i]);
+    }
+    assert_int_equal(rmdir(parent), 0);
+}
+
 // What surrounds the launcher does not move its ranks elsewhere.
 static void test_surroundings(void **state) {
     (void)state;
@@ -677,6 +715,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_signals_before_ranks_listen),
         cmocka_unit_test(test_nobody_reads),
         cmocka_unit_test(test_folder),
+        cmocka_unit_test(test_sweep),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }
