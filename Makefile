@@ -147,7 +147,7 @@ $(BUILD)/test:
 # The operations' floors and times, in bf16 (DEVICE=emulator and cuda); what ranks exchange in a second.
 BENCHES := $(BUILD)/bench_kernels $(BUILD)/bench_comm
 $(BENCHES): $(BUILD)/%: dev/%.cu $(DEVICE_OBJECTS) Makefile | $(BUILD)/test
-	$(COMPILE) $(DEFINE_bf16) -c -o $@.o $<
+	$(COMPILE) $(DEFINE_bf16) -MT $@ -c -o $@.o $<
 	$(LINK) -o $@ $@.o $(DEVICE_OBJECTS) $(LIBRARIES)
 
 # For dev/bench.sh: the rates that the cores reach; the program with every operation timed (dev/op_times.h).

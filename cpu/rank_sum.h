@@ -9,6 +9,10 @@
 #include <cuda_bf16.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 // NCCL's values.
 typedef enum {
@@ -46,48 +50,65 @@ static inline size_t rank_sum_type_bytes(ncclDataType_t type) {
 enum { RANK_SUM_BLOCK = 512 }; // elements whose running sums stay in the first-level cache
 
 // STORED: the type in memory. WIDE: of the running sum. MODULAR: what it is added and multiplied in; unsigned for
-// integers, whose overflow is then defined.
-#define RANK_SUM_DEFINE(NAME, STORED, WIDE, MODULAR, LOAD, STORE, IS_NAN)                                    \
-    static inline void NAME(void *out, const void *const *inputs, int ranks, size_t count, ncclRedOp_t op) { \
-        WIDE sum[RANK_SUM_BLOCK];                                                                            \
-        for (size_t first = 0; first < count; first += RANK_SUM_BLOCK) {                                     \
-            size_t n = count - first < (size_t)RANK_SUM_BLOCK ? count - first : (size_t)RANK_SUM_BLOCK;      \
-            const STORED *x = (const STORED *)inputs[0] + first;                                             \
-            for (size_t i = 0; i < n; i++) sum[i] = LOAD(x[i]);                                              \
-            for (int rank = 1; rank < ranks; rank++) {                                                       \
-                x = (const STORED *)inputs[rank] + first;                                                    \
-                if (op == ncclSum)                                                                           \
-                    for (size_t i = 0; i < n; i++) sum[i] = (WIDE)((MODULAR)sum[i] + (MODULAR)LOAD(x[i]));   \
-                else if (op == ncclProd)                                                                     \
-                    for (size_t i = 0; i < n; i++) sum[i] = (WIDE)((MODULAR)sum[i] * (MODULAR)LOAD(x[i]));   \
-                else if (op == ncclMax)                                                                      \
-                    for (size_t i = 0; i < n; i++) {                                                         \
-                        WIDE value = LOAD(x[i]);                                                             \
-                        sum[i] = value > sum[i] || IS_NAN(value) ? value : sum[i];                           \
-                    }                                                                                        \
-                else                                                                                         \
-                    for (size_t i = 0; i < n; i++) {                                                         \
-                        WIDE value = LOAD(x[i]);                                                             \
-                        sum[i] = value < sum[i] || IS_NAN(value) ? value : sum[i];                           \
-                    }                                                                                        \
-            }                                                                                                \
-            STORED *y = (STORED *)out + first;                                                               \
-            for (size_t i = 0; i < n; i++) y[i] = STORE(sum[i]);                                             \
-        }                                                                                                    \
+// integers, whose overflow is then defined. A pass over a block is a function of its own, never inlined: among the
+// others gcc 12 makes code of it that takes ten times as long.
+#define RANK_SUM_DEFINE(NAME, STORED, WIDE, MODULAR, LOAD, STORE_ALL, IS_NAN)                                       \
+    static __attribute__((noinline)) void NAME##_pass(WIDE *__restrict sum, const STORED *__restrict x, size_t n,   \
+                                                      ncclRedOp_t op) {                                             \
+        if (op == ncclSum)                                                                                          \
+            for (size_t i = 0; i < n; i++) sum[i] = (WIDE)((MODULAR)sum[i] + (MODULAR)LOAD(x[i]));                  \
+        else if (op == ncclProd)                                                                                    \
+            for (size_t i = 0; i < n; i++) sum[i] = (WIDE)((MODULAR)sum[i] * (MODULAR)LOAD(x[i]));                  \
+        else                                                                                                        \
+            for (size_t i = 0; i < n; i++) {                                                                        \
+                WIDE value = LOAD(x[i]);                                                                            \
+                int better = op == ncclMax ? value > sum[i] : value < sum[i];                                       \
+                sum[i] = better || IS_NAN(value) ? value : sum[i];                                                  \
+            }                                                                                                       \
+    }                                                                                                               \
+    static inline void NAME(void *out, const void *const *inputs, int ranks, size_t count, ncclRedOp_t op) {        \
+        WIDE sum[RANK_SUM_BLOCK] __attribute__((aligned(64)));                                                      \
+        for (size_t first = 0; first < count; first += RANK_SUM_BLOCK) {                                            \
+            size_t n = count - first < (size_t)RANK_SUM_BLOCK ? count - first : (size_t)RANK_SUM_BLOCK;             \
+            const STORED *x = (const STORED *)inputs[0] + first;                                                    \
+            for (size_t i = 0; i < n; i++) sum[i] = LOAD(x[i]);                                                     \
+            for (int rank = 1; rank < ranks; rank++) NAME##_pass(sum, (const STORED *)inputs[rank] + first, n, op); \
+            STORED *y = (STORED *)out + first;                                                                      \
+            STORE_ALL(y, sum, n);                                                                                   \
+        }                                                                                                           \
     }
 
+// to[i] = from[i], rounded as __float2bfloat16() rounds. The processor's instruction takes denormals for zeros and
+// keeps a NaN's bits, so what has one of these is rounded once more.
+static inline void rank_sum_round(__nv_bfloat16 *to, const float *from, size_t count) {
+    size_t i = 0;
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
+    enum { QUIET_NAN = 0x01, DENORMAL = 0x20, SIGNALLING_NAN = 0x80, RARE = QUIET_NAN | DENORMAL | SIGNALLING_NAN };
+    for (; i + 32 <= count; i += 32) {
+        const __m512 low = _mm512_loadu_ps(from + i), high = _mm512_loadu_ps(from + i + 16);
+        const __m512bh rounded = _mm512_cvtne2ps_pbh(high, low);
+        memcpy(to + i, &rounded, sizeof rounded);
+        if (_mm512_fpclass_ps_mask(low, RARE) != 0 || _mm512_fpclass_ps_mask(high, RARE) != 0)
+            for (size_t j = i; j < i + 32; j++) to[j] = __float2bfloat16(from[j]);
+    }
+#endif
+    for (; i < count; i++) to[i] = __float2bfloat16(from[i]);
+}
+
 #define RANK_SUM_SAME(x) (x)
+#define RANK_SUM_COPY(to, from, count) \
+    for (size_t i = 0; i < count; i++) to[i] = from[i]
 #define RANK_SUM_NEVER(x) 0
 #define RANK_SUM_IS_NAN(x) __builtin_isnan(x)
-RANK_SUM_DEFINE(rank_sum_int8, int8_t, int8_t, uint8_t, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_NEVER)
-RANK_SUM_DEFINE(rank_sum_uint8, uint8_t, uint8_t, uint8_t, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_NEVER)
-RANK_SUM_DEFINE(rank_sum_int32, int32_t, int32_t, uint32_t, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_NEVER)
-RANK_SUM_DEFINE(rank_sum_uint32, uint32_t, uint32_t, uint32_t, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_NEVER)
-RANK_SUM_DEFINE(rank_sum_int64, int64_t, int64_t, uint64_t, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_NEVER)
-RANK_SUM_DEFINE(rank_sum_uint64, uint64_t, uint64_t, uint64_t, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_NEVER)
-RANK_SUM_DEFINE(rank_sum_float32, float, float, float, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_IS_NAN)
-RANK_SUM_DEFINE(rank_sum_float64, double, double, double, RANK_SUM_SAME, RANK_SUM_SAME, RANK_SUM_IS_NAN)
-RANK_SUM_DEFINE(rank_sum_bfloat16, __nv_bfloat16, float, float, __bfloat162float, __float2bfloat16, RANK_SUM_IS_NAN)
+RANK_SUM_DEFINE(rank_sum_int8, int8_t, int8_t, uint8_t, RANK_SUM_SAME, RANK_SUM_COPY, RANK_SUM_NEVER)
+RANK_SUM_DEFINE(rank_sum_uint8, uint8_t, uint8_t, uint8_t, RANK_SUM_SAME, RANK_SUM_COPY, RANK_SUM_NEVER)
+RANK_SUM_DEFINE(rank_sum_int32, int32_t, int32_t, uint32_t, RANK_SUM_SAME, RANK_SUM_COPY, RANK_SUM_NEVER)
+RANK_SUM_DEFINE(rank_sum_uint32, uint32_t, uint32_t, uint32_t, RANK_SUM_SAME, RANK_SUM_COPY, RANK_SUM_NEVER)
+RANK_SUM_DEFINE(rank_sum_int64, int64_t, int64_t, uint64_t, RANK_SUM_SAME, RANK_SUM_COPY, RANK_SUM_NEVER)
+RANK_SUM_DEFINE(rank_sum_uint64, uint64_t, uint64_t, uint64_t, RANK_SUM_SAME, RANK_SUM_COPY, RANK_SUM_NEVER)
+RANK_SUM_DEFINE(rank_sum_float32, float, float, float, RANK_SUM_SAME, RANK_SUM_COPY, RANK_SUM_IS_NAN)
+RANK_SUM_DEFINE(rank_sum_float64, double, double, double, RANK_SUM_SAME, RANK_SUM_COPY, RANK_SUM_IS_NAN)
+RANK_SUM_DEFINE(rank_sum_bfloat16, __nv_bfloat16, float, float, __bfloat162float, rank_sum_round, RANK_SUM_IS_NAN)
 
 // out[i] = inputs[0][i] op inputs[1][i] op ... for `count` elements. `out` may be one of the inputs.
 static inline void rank_sum(void *out, const void *const *inputs, int ranks, size_t count, ncclDataType_t type,
