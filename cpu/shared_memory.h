@@ -5,6 +5,10 @@
 // barrier. The three touch different buffers, so one barrier per piece is enough, and the pieces are small enough to
 // stay in the cache. Pieces are numbered through all collectives of a communicator, so none needs a barrier at its end:
 // a buffer is used again three pieces later, when everybody has passed the barrier behind its last use.
+//
+// Slots are written in one of two ways: through the cache, where the reader's core shares one with the writer's; or
+// past it, where not: there a store to a line that the other core has read takes ten times as long (two core complexes
+// of an EPYC: 2.2 GB/s, past the cache 28). A rank times both now and then, and takes the faster: it may be moved.
 #ifndef CPU_SHARED_MEMORY_H
 #define CPU_SHARED_MEMORY_H
 
@@ -17,12 +21,18 @@
 #include <time.h>
 #include <unistd.h>
 #include "peers.h"
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 enum {
     SHARED_BUFFERS = 3,
-    SHARED_SLOT_BYTES = 1 << 20,        // of a rank's slot; a multiple of every element's size
+    SHARED_SLOT_BYTES = 1 << 19,        // of a rank's slot; a multiple of every element's size
     SHARED_SEGMENT_BYTES = 24 << 20,    // slots shrink rather than that a segment passes this:
     SHARED_SLOT_BYTES_LEAST = 16 << 10, // containers often have 64 MB in /dev/shm
+    SHARED_BLOCK_BYTES = 4 << 10,       // of a sum, which goes to two places while the first-level cache has it
+    SHARED_TIMED_BYTES = 32 << 10,      // a write of fewer is not timed
+    SHARED_TIMED_PIECES = 64,           // of so many pieces, the first two are written in the two ways
     SHARED_SPINS = 200                  // looks before a waiting rank sleeps, with a core of its own
 };
 
@@ -36,19 +46,55 @@ typedef struct {
     uint32_t waits[1]; // of each rank that has had to wait at a barrier: the generation behind it
 } SharedControl;
 
+typedef enum { SHARED_CACHED, SHARED_STREAMED, SHARED_WAYS } SharedWay; // of writing to a slot
+
 typedef struct {
     int rank, ranks;
     const int *members; // (ranks), their ranks in the run
     int spins;
     size_t slot_bytes, mapped_bytes;
     SharedControl *control;
-    char *slots;         // [buffer][rank][slot_bytes]
-    uint64_t piece;      // pieces so far
-    const void **inputs; // [ranks]; scratch
+    char *slots;                 // [buffer][rank][slot_bytes]
+    uint64_t piece;              // pieces so far
+    const void **inputs;         // [ranks]; scratch
+    double seconds[SHARED_WAYS]; // per byte, when last timed; 0: not yet
 } SharedMemory;
 
 static inline char *shared_slot(const SharedMemory *shared, uint64_t piece, int rank) {
     return shared->slots + ((piece % SHARED_BUFFERS) * (size_t)shared->ranks + (size_t)rank) * shared->slot_bytes;
+}
+
+// memcpy past the cache.
+static inline void shared_stream(char *to, const char *from, size_t bytes) {
+#if defined(__SSE2__)
+    const size_t head = collective_piece(bytes, 0, (64 - ((uintptr_t)to & 63)) & 63), whole = (bytes - head) / 64 * 64;
+    memcpy(to, from, head);
+    for (size_t i = head; i < head + whole; i += 64)
+        for (size_t j = i; j < i + 64; j += 16)
+            _mm_stream_si128((__m128i *)(to + j), _mm_loadu_si128((const __m128i *)(from + j)));
+    memcpy(to + head + whole, from + head + whole, bytes - head - whole);
+    _mm_sfence();
+#else
+    memcpy(to, from, bytes);
+#endif
+}
+
+// How to write piece `piece`. Through the cache costs the reader less, so it is preferred while it takes no more than
+// twice as long.
+static inline SharedWay shared_way(const SharedMemory *shared, uint64_t piece) {
+    if (piece % SHARED_TIMED_PIECES < SHARED_WAYS) return (SharedWay)(piece % SHARED_TIMED_PIECES);
+    return shared->seconds[SHARED_CACHED] > 2 * shared->seconds[SHARED_STREAMED] ? SHARED_STREAMED : SHARED_CACHED;
+}
+
+// Writes to this rank's slot.
+static inline void shared_write(SharedMemory *shared, SharedWay way, char *to, const char *from, size_t bytes) {
+    const bool timed = bytes >= SHARED_TIMED_BYTES;
+    const double begin = timed ? watchdog_clock() : 0;
+    if (way == SHARED_STREAMED)
+        shared_stream(to, from, bytes);
+    else
+        memcpy(to, from, bytes);
+    if (timed) shared->seconds[way] = (watchdog_clock() - begin) / (double)bytes;
 }
 
 static inline void shared_close(SharedMemory *shared) {
@@ -157,19 +203,25 @@ static inline void shared_all_reduce(SharedMemory *shared, const Collective *c) 
             size_t begin = collective_slice(n, shared->rank, shared->ranks) * size;
             size_t end = collective_slice(n, shared->rank + 1, shared->ranks) * size;
             char *slot = shared_slot(shared, shared->piece + k, shared->rank);
-            memcpy(slot, c->send + first * size, begin);
-            memcpy(slot + end, c->send + first * size + end, n * size - end);
+            SharedWay way = shared_way(shared, shared->piece + k);
+            shared_write(shared, way, slot, c->send + first * size, begin);
+            shared_write(shared, way, slot + end, c->send + first * size + end, n * size - end);
         }
         if (k >= 1 && k - 1 < pieces) {
             size_t first = (k - 1) * most, n = collective_piece(c->count, first, most);
             size_t begin = collective_slice(n, shared->rank, shared->ranks);
             size_t end = collective_slice(n, shared->rank + 1, shared->ranks);
-            for (int rank = 0; rank < shared->ranks; rank++)
-                shared->inputs[rank] = shared_slot(shared, shared->piece + k - 1, rank) + begin * size;
-            void *sum = (void *)shared->inputs[shared->rank];
-            shared->inputs[shared->rank] = c->send + (first + begin) * size;
-            rank_sum(sum, shared->inputs, shared->ranks, end - begin, c->type, c->op);
-            if (receives) memcpy(c->recv + (first + begin) * size, sum, (end - begin) * size);
+            char block[SHARED_BLOCK_BYTES], *slot = shared_slot(shared, shared->piece + k - 1, shared->rank);
+            SharedWay way = shared_way(shared, shared->piece + k - 1);
+            for (size_t at = begin; at < end; at += sizeof block / size) {
+                size_t m = collective_piece(end, at, sizeof block / size);
+                for (int rank = 0; rank < shared->ranks; rank++)
+                    shared->inputs[rank] = shared_slot(shared, shared->piece + k - 1, rank) + at * size;
+                shared->inputs[shared->rank] = c->send + (first + at) * size;
+                char *sum = receives ? c->recv + (first + at) * size : block;
+                rank_sum(sum, shared->inputs, shared->ranks, m, c->type, c->op);
+                shared_write(shared, way, slot + at * size, sum, m * size);
+            }
         }
         if (k >= 2 && receives) {
             size_t first = (k - 2) * most, n = collective_piece(c->count, first, most);
@@ -196,8 +248,8 @@ static inline void shared_reduce_scatter(SharedMemory *shared, const Collective 
             char *slot = shared_slot(shared, shared->piece + k, shared->rank);
             for (int rank = 0; rank < shared->ranks; rank++)
                 if (rank != shared->rank)
-                    memcpy(slot + (size_t)rank * most * size, c->send + ((size_t)rank * c->count + first) * size,
-                           n * size);
+                    shared_write(shared, shared_way(shared, shared->piece + k), slot + (size_t)rank * most * size,
+                                 c->send + ((size_t)rank * c->count + first) * size, n * size);
         }
         if (k >= 1) {
             size_t first = (k - 1) * most, n = collective_piece(c->count, first, most);
@@ -223,7 +275,8 @@ static inline void shared_all_gather(SharedMemory *shared, const Collective *c) 
     for (size_t k = 0; k < pieces + 1; k++) {
         if (k < pieces && gives) {
             size_t first = k * most, n = collective_piece(bytes, first, most);
-            memcpy(shared_slot(shared, shared->piece + k, shared->rank), own + first, n);
+            shared_write(shared, shared_way(shared, shared->piece + k),
+                         shared_slot(shared, shared->piece + k, shared->rank), own + first, n);
         }
         if (k >= 1) {
             size_t first = (k - 1) * most, n = collective_piece(bytes, first, most);
