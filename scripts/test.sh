@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the tests need, builds the program and the tests, runs them all. Last line: N passed, N failed.
-#   bash scripts/test.sh [--full] [pytest arguments]
+#   bash scripts/test.sh [--full] [pytest arguments: files, -k ...]
 # --full also runs what takes long, and makes the golden files anew with PyTorch and compares.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -29,7 +29,7 @@ make -j"$(nproc)" train_gpt unit
 report=build/test-report.xml
 rm -f "$report"
 status=0
-/usr/bin/python3 -m pytest test -q -p no:cacheprovider --junitxml="$report" "${arguments[@]}" || status=$?
+/usr/bin/python3 -m pytest -o testpaths=test -q -p no:cacheprovider --junitxml="$report" "${arguments[@]}" || status=$?
 /usr/bin/python3 - "$report" "$status" <<'PYTHON'
 import sys
 import xml.etree.ElementTree as tree
