@@ -101,10 +101,10 @@ static inline void launch_folder_sweep(const char *parent) {
         if (snprintf(folder, sizeof folder, "%s/%s", parent, entry->d_name) >= (int)sizeof folder) continue;
         if (snprintf(lock, sizeof lock, "%s/" LAUNCH_LOCK, folder) >= (int)sizeof lock) continue;
         struct stat status;
+        if (lstat(folder, &status) != 0 || !S_ISDIR(status.st_mode) || status.st_uid != geteuid()) continue;
         const int file = open(lock, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
         if (file < 0) continue;
-        if (fstat(file, &status) == 0 && status.st_uid == geteuid() && flock(file, LOCK_EX | LOCK_NB) == 0)
-            launch_folder_remove(folder);
+        if (flock(file, LOCK_EX | LOCK_NB) == 0) launch_folder_remove(folder);
         close(file);
     }
     closedir(directory);
@@ -132,7 +132,9 @@ static inline void launch_folder(char *folder, size_t size, int nproc) {
         if (parents[i] == NULL || statvfs(parents[i], &room) != 0) continue;
         if ((double)room.f_bavail * (double)room.f_frsize < needed) continue;
         const int length = snprintf(folder, size, "%s/" LAUNCH_FOLDER "XXXXXX", parents[i]);
-        if (length > 0 && (size_t)length < size && mkdtemp(folder) != NULL && launch_folder_lock(folder)) return;
+        if (length <= 0 || (size_t)length >= size || mkdtemp(folder) == NULL) continue;
+        if (launch_folder_lock(folder)) return;
+        launch_folder_remove(folder);
     }
     folder[0] = '\0';
 }
