@@ -30,8 +30,10 @@ def test_golden_files_are_what_the_reference_makes():
 def test_random_shapes(tmp_path, seed):
     draw = random.Random(seed)
     heads = draw.choice([1, 2, 3, 5, 7])
-    # Not narrower: layer norm over one or two channels has no slope but rounding's, whatever computes it in fp32.
-    width = heads * draw.choice([6, 8, 11, 16, 24])
+    # Not narrower: there gradients of vectors are sums of few terms that cancel, and rounding to bf16 between operations
+    # alone exceeds the bounds: computed in double and rounded there, they are off by 4.9e-2 with 6 channels in all, by
+    # 2.4e-2 with 22, and by at most 1.4e-2 where 40 or more were drawn.
+    width = heads * draw.choice([channels for channels in (6, 8, 11, 16, 24, 40, 56) if heads * channels >= 40])
     length = draw.randint(1, 70)
     shape = [draw.choice([65, 129, 256, 1000]), width, heads, draw.randint(1, 3), draw.randint(1, 5), length,
              length + draw.randint(0, 9)]
