@@ -375,8 +375,8 @@ static inline bool comm_look(Comm *comm, CommPatience *patience, cudaError_t sta
             comm_say(comm, "failed", what, waited);
             _exit(EXIT_RUN);
         }
-        // Later than a device that knows whom it waits for, too.
-        if (watchdog_asked(waited - 0.5)) comm_say(comm, "was asked to stop while it waited", what, waited);
+        // Later than a device that knows whom it waits for, and whether another rank has said so.
+        if (watchdog_asked(waited, 0.5)) comm_say(comm, "was asked to stop while it waited", what, waited);
     }
     if (patience->looks < 512) {
         sched_yield();

@@ -160,11 +160,21 @@ static inline void watchdog_end(void) {
 }
 
 // Whether a rank that has waited so many seconds should say in what: once, when something ends the run that has found
-// out before the deadline (mpirun, that it has lost a node).
-static inline bool watchdog_asked(double waited) {
+// out before the deadline (mpirun, that it has lost a node). later: seconds that others in this process, who know more,
+// have first.
+static inline bool watchdog_asked(double waited, double later) {
     enum { LONG_SECONDS = 3 };
-    static int said = 0; // atomic
-    return *stop_flag() == 2 && waited >= LONG_SECONDS && __atomic_exchange_n(&said, 1, __ATOMIC_RELAXED) == 0;
+    static int said = 0;     // atomic
+    static double asked = 0; // when somebody first noticed; atomic
+    if (*stop_flag() != 2 || waited < LONG_SECONDS) return false;
+    const double now = watchdog_clock();
+    double since;
+    __atomic_load(&asked, &since, __ATOMIC_RELAXED);
+    if (since == 0) {
+        since = now;
+        __atomic_store(&asked, &since, __ATOMIC_RELAXED);
+    }
+    return now - since >= later && __atomic_exchange_n(&said, 1, __ATOMIC_RELAXED) == 0;
 }
 
 #endif

@@ -190,7 +190,7 @@ static inline void peers_look(const Collective *c, const PeerList *missing, Pati
         __atomic_store(&note->looked, &patience->looked, __ATOMIC_RELEASE);
     }
     const bool over = waited >= *collective_timeout();
-    if (!over && !watchdog_asked(waited)) return;
+    if (!over && !watchdog_asked(waited, 0)) return;
     char text[PEERS_TEXT];
     peers_text(c, missing, waited, text);
     if (over) peers_give_up(text);
