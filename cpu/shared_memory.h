@@ -191,8 +191,8 @@ static inline void shared_barrier(SharedMemory *shared, const Collective *collec
 }
 
 // All-reduce, or reduce to a root. A rank puts what the others sum into its slot, and sums its own slice, which it
-// reads where it is, into that slice of its slot: nobody writes where another has just written, which takes a core four
-// times as long. Its own slice of the result a rank keeps while the cache has it, and fetches the others' later.
+// reads where it is; the sum goes to that slice of its slot, so that nobody writes where another has just written. Its
+// own slice of the result a rank keeps while the cache has it, and fetches the others' later.
 static inline void shared_all_reduce(SharedMemory *shared, const Collective *c) {
     size_t size = rank_sum_type_bytes(c->type), most = shared->slot_bytes / size;
     size_t pieces = (c->count + most - 1) / most;
